@@ -22,7 +22,7 @@ PACKAGE = .$(shell { [ -e /proc/driver/nvidia/version ] || nvidia-smi -L; } >/de
 CPP_FILES = $(shell find csrc src -name '*.h' -o -name '*.cc' -o -name '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve chat test test-tools test-all test-peers test-vllm test-ray bench-peers faults tsan fuzz lint format ext stub bench wheel image docs test-gpu page-vendor clean
+.PHONY: help venv serve chat test test-tools test-all test-peers test-vllm test-ray bench-peers faults tsan fuzz lint format hooks ext stub bench wheel image docs test-gpu page-vendor clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F'\t' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -135,6 +135,9 @@ format: $(STAMPS)/lint ## let ruff and clang-format rewrite the sources
 	$(BIN)/ruff check --fix --quiet src tests benchmarks scripts
 	$(BIN)/ruff format --quiet src tests benchmarks scripts
 	$(BIN)/clang-format -i $(CPP_FILES)
+
+hooks: ## a commit's subject has at most 72 characters: checked by git from now on
+	install -m 755 scripts/commit_subject.py "$$(git rev-parse --git-path hooks)/commit-msg"
 
 ext: ## build the C++ extension into src/tandem, for runs with PYTHONPATH=src
 	cmake -S . -B build/dev -DPython_EXECUTABLE=$$(command -v $(EXT_PYTHON)) $(CMAKE_ARGS)

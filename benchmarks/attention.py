@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tandem.bench.rows import commit
 from tandem.errors import TandemError
-from tandem.kernels.gpu.attention_backends import Attention, attention_of
+from tandem.kernels.gpu.attention_backends import AttentionBackend, attention_of
 from tandem.kernels.gpu.attention_flashinfer import AttentionShape
 from tandem.models.batch import ForwardBatch
 
@@ -68,7 +68,7 @@ def batch_of(page: int, count: int, context: int, new: int) -> ForwardBatch:
 
 
 def attended(
-    backend: Attention, q: Tensor, layers: list[tuple[Tensor, Tensor]], batch: ForwardBatch
+    backend: AttentionBackend, q: Tensor, layers: list[tuple[Tensor, Tensor]], batch: ForwardBatch
 ) -> float:
     """Microseconds of one layer: the median over replays of a CUDA graph of all of them."""
     on_cpu = {name: getattr(batch, name).cpu() for name in ("query_starts", "seq_lens", "block_tables")}
@@ -108,7 +108,7 @@ def copy_rate(pool: Pool) -> float:
     return COPIES * 2 * to.nbytes / begin.elapsed_time(end) / 1e6
 
 
-def decode(backend: Attention, pool: Pool, page: int, batch: int, context: int) -> dict[str, Any]:
+def decode(backend: AttentionBackend, pool: Pool, page: int, batch: int, context: int) -> dict[str, Any]:
     read = batch * context * TOKEN_BYTES
     count = max(2, min(LAYERS, GRAPH_BYTES // read), min(4 * LAYERS, COLD_BYTES // read))
     q, layers = queries(batch), pool.layers(page, count, batch * (-(-context // page) * page))
@@ -116,7 +116,7 @@ def decode(backend: Attention, pool: Pool, page: int, batch: int, context: int) 
     return {"us": round(us, 2), "calls": count, "gb_s": round(read / us / 1e3, 1)}
 
 
-def prefill(backend: Attention, pool: Pool, page: int, new: int, context: int) -> dict[str, Any]:
+def prefill(backend: AttentionBackend, pool: Pool, page: int, new: int, context: int) -> dict[str, Any]:
     us = attended(backend, queries(new), pool.layers(page, 4, context), batch_of(page, 1, context, new))
     seen = new * (context - new) + new * (new + 1) / 2
     return {"us": round(us, 1), "tflops": round(4 * HEADS * DIM * seen / us / 1e6, 1)}

@@ -102,7 +102,7 @@ class Server:
         return [line for line in lines if float(line.split()[0]) > self.ready]
 
     def idle_percent(self, seconds: float) -> float:
-        """Of one core, of all its processes, while nobody asks for so long."""
+        """Share of one core, of all its processes, while nobody asks for so long."""
         before = cpu_seconds(self._process.pid)
         time.sleep(seconds)
         return 100 * (cpu_seconds(self._process.pid) - before) / seconds
@@ -116,7 +116,7 @@ class Server:
 
 
 def cpu_seconds(root: int) -> float:
-    """Of a process and of all that it has started and that still run."""
+    """CPU seconds of a process and of all that it has started and that still run."""
     parents, used = dict[int, int](), dict[int, int]()
     for path in glob.glob("/proc/[0-9]*/stat"):
         try:

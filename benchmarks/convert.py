@@ -62,7 +62,7 @@ def digests(directory: Path) -> dict[str, str]:
 
 
 def layer_bytes(model: Path) -> int:
-    """Of the largest file of `benchmarks/random_model.py`, which writes one for each layer."""
+    """Bytes of the largest file of `benchmarks/random_model.py`, which writes one for each layer."""
     return max(file.stat().st_size for file in model.glob("layer-*.safetensors"))
 
 

@@ -1,4 +1,4 @@
-"""What counting the chosen experts costs a decode step: the same model with and without, in turn, in one process.
+"""Cost of counting the chosen experts in a decode step: the same model with and without, in turn, in one process.
 
     PYTHONPATH=src python benchmarks/counting.py demo --batch 1 --batch 8
     PYTHONPATH=src python benchmarks/counting.py --config qwen3-30b-a3b --layers 48 --json counting.json
@@ -44,9 +44,9 @@ def cpu_steps(model: str, batch: int, threads: int | None, counted_first: bool) 
 
 def decoding(parts: Any, batch: int) -> Step:
     from tandem.engine.engine import Engine
-    from tandem.engine.protocol import GenerateRequest, SamplingParams
+    from tandem.engine.protocol import GenerateRequest, SamplingSettings
 
-    engine, params = Engine.from_parts(parts), SamplingParams(temperature=0.0, ignore_eos=True)
+    engine, params = Engine.from_parts(parts), SamplingSettings(temperature=0.0, ignore_eos=True)
     for i in range(batch):
         prompt = [(7919 * (i * 32 + j) + 13) % parts.model_config.vocab for j in range(32)]
         engine.add(GenerateRequest(id=str(i), prompt_ids=prompt, sampling=params))
@@ -63,7 +63,7 @@ def decoding(parts: Any, batch: int) -> Step:
 def gpu_steps(config: str, layers: int | None, batch: int) -> tuple[Step, Step]:
     from tandem.bench import hybrid as bench_hybrid
 
-    asked = bench_hybrid.Request(config, ("INT4",), (1.0,), (batch,), layers, 1024, STEPS, 1, None)
+    asked = bench_hybrid.HybridFlags(config, ("INT4",), (1.0,), (batch,), layers, 1024, STEPS, 1, None)
     built = [bench_hybrid.build(asked, "INT4", 1.0, empty=True, counted=counted) for counted in (False, True)]
     plain, counted = (bench_hybrid._decoder(each, batch, 1024) for each in built)
     return plain, counted

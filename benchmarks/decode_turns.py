@@ -65,20 +65,26 @@ def bench_module() -> Any:
         return importlib.import_module("tandem.cli.bench_hybrid")
 
 
+def flags_class(module: Any, name: str) -> Any:
+    """It was named Request until November 29."""
+    return getattr(module, name, None) or module.Request
+
+
 def request_of(bench: Any, asked: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
-    """What a model is built by, and more flags."""
+    """A request that a model is built by, and more flags."""
     if not asked.prompt:
         batches = tuple(asked.batch or [1])
-        return bench.Request(
+        return flags_class(bench, "HybridFlags")(
             asked.config, (asked.format,), (0.0,), batches, asked.layers, 1024, asked.steps, 1, None
         ), {}
     prefill = importlib.import_module("tandem.bench.prefill")
-    request = prefill.Request(asked.config, (asked.format,), (0.0,), tuple(asked.prompt), asked.layers)
+    flags = flags_class(prefill, "PrefillFlags")
+    request = flags(asked.config, (asked.format,), (0.0,), tuple(asked.prompt), asked.layers)
     return request.model(), {"chunked_prefill_size": request.chunk, "kt_gpu_prefill_token_threshold": None}
 
 
 def seconds_of(bench: Any, built: Any, request: Any, what: str, value: int) -> float:
-    """Of a mean step of `value` sequences, or of a prompt of as many tokens after another one."""
+    """Seconds of a mean step of `value` sequences, or of a prompt of as many tokens after another one."""
     if what == "decode":
         return float(next(iter(bench.step_times(built, value, request))))
     prefill = importlib.import_module("tandem.bench.prefill")

@@ -71,7 +71,7 @@ def copies(linear: Linear) -> list[Linear]:
 
 
 def seconds(run: Callable[[], object], calls: int) -> float:
-    """Of one call, from a graph that holds `run`'s."""
+    """Seconds of one call, from a graph that holds `run`'s."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

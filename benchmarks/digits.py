@@ -21,7 +21,7 @@ import typer
 
 from tandem.bench import formats as bench_formats
 from tandem.bench.ceilings import DramReader
-from tandem.bench.kernels.experts import SHAPES, Shape, Workload, random_expert
+from tandem.bench.kernels.experts import SHAPES, ExpertShape, Workload, random_expert
 from tandem.bench.rows import commit
 from tandem.formats.codes import Weight
 from tandem.kernels.cpu import PackedExperts, Workspace
@@ -49,8 +49,8 @@ class Comparison:
         self.pool = machine_pool(machine, machine.max_threads)
         self.reader = DramReader(self.pool, tier)
 
-    def layers(self, shape: Shape, weights: tuple[Weight, Weight, Weight], below: int) -> list[PackedExperts]:
-        """Of one way to multiply: as many layers as make up the working set."""
+    def layers(self, shape: ExpertShape, weights: tuple[Weight, Weight, Weight], below: int) -> list[PackedExperts]:
+        """Layers for one way to multiply: as many layers as make up the working set."""
         layers: list[PackedExperts] = []
         size = 0
         while size < self.working_set or len(layers) < 2:
@@ -62,13 +62,13 @@ class Comparison:
             layers.append(layer)
         return layers
 
-    def rows(self, shape: Shape, fmt: str, tokens: list[int]) -> list[Row]:
+    def rows(self, shape: ExpertShape, fmt: str, tokens: list[int]) -> list[Row]:
         weights = tuple(bench_formats.as_stored(w, fmt) for w in random_expert(shape))
         layers = {below: self.layers(shape, weights, below) for below in self.below}
         return [row for count in tokens for row in self.compared(shape, fmt, Workload(shape, count), layers)]
 
     def compared(
-        self, shape: Shape, fmt: str, work: Workload, layers: dict[int, list[PackedExperts]]
+        self, shape: ExpertShape, fmt: str, work: Workload, layers: dict[int, list[PackedExperts]]
     ) -> list[Row]:
         seconds: dict[int, list[float]] = {below: [] for below in layers}
         dram = []

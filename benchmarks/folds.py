@@ -21,7 +21,7 @@ from tandem.bench.rows import print_and_keep
 from tandem.mechanisms.channel_delta.shape import ChannelDelta
 from tandem.mechanisms.recurrence.gpu import folds
 from tandem.mechanisms.recurrence.gpu.folds import GpuFolds
-from tandem.mechanisms.recurrence.tokens import Tokens
+from tandem.mechanisms.recurrence.tokens import RecurrentTokens
 from tandem.mechanisms.recurrence.torch import Taps
 from tandem.mechanisms.state_space.shape import StateSpace
 from tandem.models.batch import ForwardBatch
@@ -47,19 +47,19 @@ def step_of(sequences: int, new: int, before: int) -> Pass:
     return Pass(batch, torch.empty(0))
 
 
-def tokens_of(shape: Shape, rows: int) -> Tokens:
+def tokens_of(shape: Shape, rows: int) -> RecurrentTokens:
     return corrected_tokens(shape, rows) if isinstance(shape, ChannelDelta) else added_tokens(shape, rows)
 
 
-def corrected_tokens(shape: ChannelDelta, rows: int) -> Tokens:
+def corrected_tokens(shape: ChannelDelta, rows: int) -> RecurrentTokens:
     sizes = rows, shape.heads, shape.dim
     asked, written, values = torch.randn(3, *sizes, device="cuda").unbind()
     rates = torch.logspace(-3, 0, shape.inner, device="cuda").view(sizes[1:])
     decay, beta = -torch.rand(sizes, device="cuda") * rates, torch.rand(sizes[:2], device="cuda")
-    return Tokens(F.normalize(asked, dim=-1), F.normalize(written, dim=-1), values, decay, beta)
+    return RecurrentTokens(F.normalize(asked, dim=-1), F.normalize(written, dim=-1), values, decay, beta)
 
 
-def added_tokens(shape: StateSpace, rows: int) -> Tokens:
+def added_tokens(shape: StateSpace, rows: int) -> RecurrentTokens:
     def made(*sizes: int) -> Tensor:
         return torch.randn(rows, *sizes, device="cuda")
 
@@ -67,16 +67,16 @@ def added_tokens(shape: StateSpace, rows: int) -> Tokens:
     rates = torch.logspace(-3, 0, heads, device="cuda")[:, None]
     decay = -torch.rand(rows, heads, 1, device="cuda") * rates
     asked, written = (made(*shared).bfloat16().float() for _ in range(2))
-    return Tokens(asked, written, made(heads, shape.head_dim), decay)
+    return RecurrentTokens(asked, written, made(heads, shape.head_dim), decay)
 
 
-def memory_of(tokens: Tokens) -> Tensor:
+def memory_of(tokens: RecurrentTokens) -> Tensor:
     (_, heads, width), keys = tokens.values.shape, tokens.asked.shape[2]
     return torch.zeros(2, heads, keys, width, device="cuda")
 
 
-def least_ms(tokens: Tokens) -> float:
-    """Of chunks: each row with the memory, with the other rows' keys and with what they add."""
+def least_ms(tokens: RecurrentTokens) -> float:
+    """Lower bound by chunks: each row with the memory, with the other rows' keys and with what they add."""
     (rows, heads, width), keys = tokens.values.shape, tokens.asked.shape[2]
     nbytes = 4 * (sum(part.numel() for part in tokens if part is not None) + tokens.values.numel())
     corrects = tokens.beta is not None
@@ -84,13 +84,13 @@ def least_ms(tokens: Tokens) -> float:
     return 1e3 * max(nbytes / HBM_BYTES, 3 * 2 * rows * heads * of_row / TF32_FLOPS)
 
 
-def row_by_row(tokens: Tokens, step: Pass, memory: Tensor) -> Tensor:
+def row_by_row(tokens: RecurrentTokens, step: Pass, memory: Tensor) -> Tensor:
     out = torch.empty_like(tokens.values)
     folds._row_by_row(tokens, step.batch, 1, memory, out)
     return out
 
 
-WAYS: dict[str, Callable[[Tokens, Pass, Tensor], Tensor]] = {
+WAYS: dict[str, Callable[[RecurrentTokens, Pass, Tensor], Tensor]] = {
     "row by row": row_by_row, "in chunks": GpuFolds().folded,
 }  # fmt: skip
 
@@ -108,7 +108,7 @@ def milliseconds(call: Callable[[], object]) -> float:
     return statistics.median(times[2:])
 
 
-def exact(tokens: Tokens) -> Tensor:
+def exact(tokens: RecurrentTokens) -> Tensor:
     asked, written, values, decay = (part.double() for part in tokens[:4])
     beta = None if tokens.beta is None else tokens.beta.double()[..., None]
     shared = values.shape[1] // asked.shape[1]

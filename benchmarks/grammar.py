@@ -1,4 +1,4 @@
-"""What a grammar costs a decode step: the demo model's steps with and without, in turn, another schema in each row.
+"""Cost of a grammar in a decode step: the demo model's steps with and without, in turn, another schema in each row.
 
     python benchmarks/grammar.py [--only masks|compiling] [--out benchmarks/results]
 
@@ -22,7 +22,7 @@ from typing import Any
 from tandem.bench.rows import Row, keep, machine_name, stamp
 from tandem.engine.engine import Engine
 from tandem.engine.grammar import sources
-from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenOutput
+from tandem.engine.protocol import GenerateRequest, SamplingSettings, TokenOutput
 from tandem.engine.sampling.sampler import Sampled
 from tandem.flags.engine_config import EngineConfig
 from tandem.machine.machine import Machine
@@ -63,8 +63,10 @@ class Replayed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def run(self, step: Any, *rest: Any) -> Any:
-        output = self._runner.run(step, *rest)
+    def start(self, step: Any, *rest: Any) -> Any:
+        return self._runner.start(step, *rest).then(self._replaying)
+
+    def _replaying(self, output: Any) -> Any:
         logits = output.logits
         chosen = logits.chosen
 
@@ -80,7 +82,7 @@ def steps(engine: Engine, batch: int, constrained: bool) -> tuple[list[float], l
     """Seconds of the steps in which all rows decode, and every step's tokens."""
     for number in range(batch):
         grammar = sources.json_schema(schema(number)) if constrained else None
-        sampling = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True, grammar=grammar)
+        sampling = SamplingSettings(temperature=0.0, max_tokens=1000, ignore_eos=True, grammar=grammar)
         engine.add(GenerateRequest(id=str(number), prompt_ids=PROMPT, sampling=sampling))
     said: list[list[int]] = []
     seconds: list[float] = []
@@ -123,7 +125,7 @@ def measure(engine: Engine, batch: int, machine: str) -> Row:
 
 
 def too_large(number: int) -> dict[str, Any]:
-    """What compiling takes all the time that it may have for, and the check before it lets pass."""
+    """A schema whose compiling takes all the time that it may have for, and the check before it lets pass."""
     names = {f"k{number}_{i}": {"type": "string", "maxLength": 3000 + i} for i in range(10)}
     return {"type": "object", "properties": names}
 
@@ -136,7 +138,7 @@ class Compiling:
         self.refused_seconds: list[float] = []
 
     def ask(self) -> None:
-        sampling = SamplingParams(grammar=sources.json_schema(too_large(next(self._numbers))))
+        sampling = SamplingSettings(grammar=sources.json_schema(too_large(next(self._numbers))))
         self._engine.add(GenerateRequest(id="compiled", prompt_ids=PROMPT, sampling=sampling))
         self._began = time.perf_counter()
 
@@ -148,7 +150,7 @@ class Compiling:
 
 def gaps(engine: Engine, compiling: Compiling | None) -> list[float]:
     """Seconds from one step of free answers to the next."""
-    sampling = SamplingParams(temperature=0.0, max_tokens=MOST_GAP_STEPS, ignore_eos=True)
+    sampling = SamplingSettings(temperature=0.0, max_tokens=MOST_GAP_STEPS, ignore_eos=True)
     for number in range(GAP_BATCH):
         engine.add(GenerateRequest(id=str(number), prompt_ids=PROMPT, sampling=sampling))
     if compiling is not None:

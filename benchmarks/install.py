@@ -150,7 +150,7 @@ def from_wheel(wheel: Path, port: int) -> dict[str, Any]:
 
 
 def warm(kt: Path, port: int) -> dict[str, Any]:
-    """Of what lies in caches; the first of the runs fills them."""
+    """An install from caches; the first of the runs fills them."""
     program, tries = str(kt.absolute()), []
     for _ in range(1 + WARM_RUNS):
         spent = Spent()

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from tandem.bench.rows import commit
-from tandem.kernels.ops import Rope
+from tandem.kernels.ops import RopeTables
 from tandem.mechanisms.latent.absorbed import LatentSizes, LatentWeights
 from tandem.mechanisms.latent.gpu import decode as decode_module
 from tandem.mechanisms.latent.gpu import heads as heads_module
-from tandem.mechanisms.latent.gpu.decode import Pages, decode
+from tandem.mechanisms.latent.gpu.decode import LatentPages, decode
 from tandem.mechanisms.latent.gpu.heads import GpuLatentHeads
 from tandem.mechanisms.latent.gpu.prompt import Prompts, attention_for
 from tandem.mechanisms.latent.gpu.prompt_kernels import attended
@@ -63,7 +63,7 @@ def shape_of(heads: int, longest: int, tokens: int) -> Shape:
         return torch.empty(shape, dtype=torch.bfloat16, device=DEVICE).normal_()
 
     angles = torch.rand(longest + 1, 32, device=DEVICE) * 6.3
-    rope, norm = Rope(angles.cos(), angles.sin()), torch.ones(512, dtype=torch.bfloat16, device=DEVICE)
+    rope, norm = RopeTables(angles.cos(), angles.sin()), torch.ones(512, dtype=torch.bfloat16, device=DEVICE)
     weights = LatentWeights(made(heads, 512, 128) * 0.05, made(heads, 128, 512) * 0.05, norm, 1e-6, rope, 0.1)
     return Shape(sizes, weights, made(-(-tokens // PAGE), PAGE, 1, 576))
 
@@ -122,7 +122,7 @@ def decode_rows(
             kv = torch.randn(batch, s.width, device=DEVICE).bfloat16()
 
             def attention(pages: Tensor, x: Tensor = x, some: ForwardBatch = some) -> None:
-                decode(x, Pages(pages, some.block_tables, some.seq_lens), s, 0.1)
+                decode(x, LatentPages(pages, some.block_tables, some.seq_lens), s, 0.1)
 
             def whole(pages: Tensor, q: Tensor = q, kv: Tensor = kv, some: ForwardBatch = some) -> None:
                 layer(q, kv, some, pages)
@@ -143,7 +143,7 @@ Call = Callable[[Tensor], None]
 
 
 def kernels_of(sizes: LatentSizes, attention: Call, whole: Call) -> Iterator[tuple[str, Call, str]]:
-    """What is measured with which kernel."""
+    """Calls to measure, each with its kernel."""
     chosen = "gluon" if sizes.heads > 32 and decode_module.hopper_kernel(DEVICE, sizes) else "triton"
     yield "attention", attention, chosen
     if chosen == "gluon":
@@ -181,7 +181,7 @@ def prompt_rows(shape: Shape) -> Iterator[dict[str, Any]]:
 
 
 def chunk_us(shape: Shape, layer: GpuLatentHeads, new: int, context: int) -> tuple[float, float]:
-    """Of one layer; and milliseconds of the first call."""
+    """Microseconds of one layer; and milliseconds of the first call."""
     s, batch = shape.sizes, batch_of(1, context, new)
     q = torch.randn(new, s.heads * 192, device=DEVICE).bfloat16()
     kv = torch.randn(new, s.width, device=DEVICE).bfloat16()

@@ -185,7 +185,7 @@ class Memory(threading.Thread):
 
 
 def spent() -> tuple[float, float, int]:
-    """Of this process: seconds of all threads in the kernel and outside of it, page faults."""
+    """Use of this process: seconds of all threads in the kernel and outside of it, page faults."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_stime, usage.ru_utime, usage.ru_minflt
 
@@ -280,7 +280,7 @@ def load(model: Path, cache: Path | None, options: argparse.Namespace) -> dict[s
 def measure_loads(
     files: list[Path], model: Path, cache: Path | None, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Of `files`: their plain reads, and loads between those."""
+    """Rates of `files`: their plain reads, and loads between those."""
     into_memory = cache is None
     measure_reads(files, options.threads, into_memory)  # pages that this machine has not used yet cost more
     gigabytes = sum(file.stat().st_size for file in files) / 1e9

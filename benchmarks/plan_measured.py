@@ -1,4 +1,4 @@
-"""What `kt plan` predicts beside what the same model takes on this machine, for several plans.
+"""Predictions of `kt plan` beside what the same model takes on this machine, for several plans.
 
     python benchmarks/plan_measured.py --out benchmarks/results
 
@@ -35,10 +35,10 @@ from tandem.errors import TandemError
 from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.this_machine import these_cpus, this_machine
 from tandem.machine.machine import Machine
-from tandem.planner.forecast.advice import Question
+from tandem.planner.forecast.advice import PlanQuestion
 from tandem.planner.forecast.machine_spec import MachineWish, wished_speeds
 from tandem.planner.forecast.prediction import Range
-from tandem.planner.forecast.report import Asked
+from tandem.planner.forecast.report import ForecastSizes
 from tandem.planner.forecast.speeds import Speeds
 from tandem.spec.model_config import STORED
 
@@ -55,19 +55,19 @@ CASES = (
 Case = tuple[str, str, float]
 
 
-def question(name: str, method: str, share: float, machine: Machine, speeds: Speeds) -> Question:
+def question(name: str, method: str, share: float, machine: Machine, speeds: Speeds) -> PlanQuestion:
     model, stored = named_subject(name)
     flags: dict[str, Any] = {} if method == STORED else {"kt_method": method}
     if machine.gpus:
         flags["kt_gpu_experts_ratio"] = share
     config = EngineConfig.from_keywords(name, max_total_tokens=8192, **flags)
-    return Question(config, model, machine, stored, speeds)
+    return PlanQuestion(config, model, machine, stored, speeds)
 
 
 def rows(name: str, method: str, share: float, machine: Machine) -> Iterator[Row]:
     probe = MachineProbe(machine)
     asked = question(name, method, share, machine, wished_speeds(MachineWish(), machine, probe.speeds()))
-    measured, asked, of = verified(asked, probe, Asked())
+    measured, asked, of = verified(asked, probe, ForecastSizes())
     predicted = asked.predicted(asked.plan(), (1,), of.context, of.prompt)
     speeds = _rounded(asked.speeds)
     for (what, rate), found in zip(measured.items(), (predicted.decode[1], predicted.prompt), strict=True):

@@ -113,7 +113,7 @@ class Pool:
 
 
 def plain(pool: Pool, name: str, like: Tensor) -> Named:
-    """What no format stores as codes."""
+    """A tensor that no format stores as codes."""
     shape = tuple(like.shape)
     if name.endswith("A_log"):
         yield name, (pool.uniform(*shape) * 15 + 1).log().to(torch.bfloat16)
@@ -146,7 +146,7 @@ def int4(pool: Pool, name: str, like: Tensor) -> Named:
 
 
 def mxfp4(pool: Pool, name: str, like: Tensor) -> Named:
-    """Of all experts [E, K, N], as gpt-oss stores them."""
+    """Codes of all experts [E, K, N], as gpt-oss stores them."""
     count, k, n = like.shape
     yield f"{name}_blocks", pool.cut(pool.bytes, count, n, k // GROUP, GROUP // 2)
     yield f"{name}_scales", torch.full((count, n, k // GROUP), ONE - 7, dtype=torch.uint8)
@@ -195,7 +195,7 @@ def tensors(hub: HubModel, pool: Pool, config: Config, part: dict[str, Tensor]) 
 
 
 def parts(found: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """What lies outside layers, then each layer."""
+    """Tensors outside layers, then those of each layer."""
     by_layer: dict[int, dict[str, Tensor]] = {}
     for name, tensor in found.items():
         behind = name.partition("layers.")[2].partition(".")[0]

@@ -1,4 +1,4 @@
-"""What ranks cost a server on a CPU, and how soon a missing one is noticed.
+"""Cost of ranks to a server on a CPU, and how soon a missing one is noticed.
 
     PYTHONPATH=src python benchmarks/rank_start.py MODEL --ranks 1 --ranks 2 --failures --keep benchmarks/results
 
@@ -56,7 +56,7 @@ class Server:
         sys.exit("the server is not ready")
 
     def memory_gib(self) -> float:
-        """Of all processes, pages that several have divided among them."""
+        """Memory of all processes in GiB, pages that several have divided among them."""
         own = psutil.Process(self.process.pid)
         return sum(each.memory_full_info().pss for each in (own, *own.children(recursive=True))) / 2**30
 

@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def in_processes(lane: str, ranks: int) -> list[dict[str, Any]]:
-    """Of one process a rank."""
+    """Rows of one process a rank."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--lane", lane, "--ranks", str(ranks), "--folder", folder, "--rank"]
         others = [subprocess.Popen([*command, str(rank)]) for rank in range(1, ranks)]

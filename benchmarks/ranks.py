@@ -1,4 +1,4 @@
-"""What a sum between CPU ranks takes: through shared memory, and by gloo over the loopback beside it.
+"""Time of a sum between CPU ranks: through shared memory, and by gloo over the loopback beside it.
 
     PYTHONPATH=src python benchmarks/ranks.py
     PYTHONPATH=src python benchmarks/ranks.py --ranks 2 --ranks 4 --bytes 14336 --keep benchmarks/results

@@ -82,21 +82,21 @@ def rank(asked: argparse.Namespace) -> None:
         keep([row | stamp(machine_name(Machine.detect())) for row in rows], asked.out)
 
 
-def request_of(asked: argparse.Namespace, what: str) -> hybrid.Request:
+def request_of(asked: argparse.Namespace, what: str) -> hybrid.HybridFlags:
     context = CONTEXT if what == "decode" else asked.prompt
     batches = tuple(asked.batch) if what == "decode" else (1,)
-    return hybrid.Request(
+    return hybrid.HybridFlags(
         asked.config, (asked.format,), (asked.share,), batches, asked.layers, context, STEPS, asked.repeats, None,
         "auto", asked.dense, prompts=what == "prefill",
     )  # fmt: skip
 
 
-def placed(request: hybrid.Request, machine: Machine | None, meeting: Meeting | None) -> hybrid.Request:
-    return dataclasses.replace(request, place=hybrid.Place(machine, meeting))
+def placed(request: hybrid.HybridFlags, machine: Machine | None, meeting: Meeting | None) -> hybrid.HybridFlags:
+    return dataclasses.replace(request, place=hybrid.BenchPlace(machine, meeting))
 
 
 def measured(asked: argparse.Namespace, what: str) -> Iterator[dict[str, Any]]:
-    """Of the first rank; the others compute their part."""
+    """Rows of the first rank; the others compute their part."""
     meeting = Meeting(asked.rank, asked.tp, f"{asked.folder}/{what}", 600.0)
     request = request_of(asked, what)
     flags = {} if what == "decode" else {"chunked_prefill_size": 8192, "kt_gpu_prefill_token_threshold": None}
@@ -122,9 +122,9 @@ def measured(asked: argparse.Namespace, what: str) -> Iterator[dict[str, Any]]:
 
 
 def seconds_of(
-    asked: argparse.Namespace, what: str, batch: int, request: hybrid.Request
+    asked: argparse.Namespace, what: str, batch: int, request: hybrid.HybridFlags
 ) -> Callable[[hybrid.Built], Iterator[float]]:
-    """Of a step, or of a prompt, turn after turn."""
+    """Seconds of a step, or of a prompt, turn after turn."""
     if what == "decode":
         return lambda built: hybrid.step_times(built, batch, request)
     return lambda built: prompt_seconds(built, asked.prompt, asked.repeats)

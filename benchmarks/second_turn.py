@@ -20,7 +20,7 @@ from typing import Any
 
 from tandem import LLM
 from tandem.bench.rows import machine_name, stamp, write
-from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.engine.protocol import GenerateRequest, SamplingSettings
 from tandem.machine.machine import Machine
 from tandem.spec.state import page_tokens
 
@@ -36,7 +36,7 @@ class Chat:
     def send(self, prompt: Sequence[int]) -> tuple[float, int, list[int]]:
         """(seconds to the first token, tokens of the prompt that were computed, the answer)."""
         self._sent += 1
-        sampling = SamplingParams(**GREEDY, max_tokens=self._answer)
+        sampling = SamplingSettings(**GREEDY, max_tokens=self._answer)
         self._engine.add(GenerateRequest(id=str(self._sent), prompt_ids=list(prompt), sampling=sampling))
         started, first, cached, answer = perf_counter(), 0.0, 0, list[int]()
         while self._engine.has_work():

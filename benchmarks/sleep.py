@@ -61,7 +61,7 @@ class Server:
         return [whole, *whole.children(recursive=True)]
 
     def memory_mb(self) -> tuple[float, float]:
-        """Of the API process, and of all that it started: RssAnon + RssShmem."""
+        """Megabytes of the API process, and of all that it started: RssAnon + RssShmem."""
         each = [own_bytes(process.pid) / 1e6 for process in self.processes()]
         return each[0], sum(each[1:])
 
@@ -74,7 +74,7 @@ def own_bytes(pid: int) -> int:
 
 
 def cpu_seconds(server: Server) -> float:
-    """Of all processes that were started for the engine: they are new after each wake."""
+    """CPU seconds of all processes that were started for the engine: they are new after each wake."""
     times = [process.cpu_times() for process in server.processes()[1:] if is_engine(process)]
     return sum(each.user + each.system for each in times)
 
@@ -100,7 +100,7 @@ def cycle(server: Server) -> dict[str, float]:
 
 
 def slope_kb(values: list[float]) -> float:
-    """Of megabytes by cycle, over the second half."""
+    """Slope of megabytes by cycle, over the second half."""
     half = values[len(values) // 2 :]
     return statistics.linear_regression(range(len(half)), half).slope * 1e3 if len(half) > 1 else 0.0
 

@@ -43,7 +43,7 @@ SCHEMAS = 24  # different grammars
 
 @dataclass
 class Tally:
-    """What became of all requests, by kind; seconds of those that were answered whole."""
+    """Outcomes of all requests, by kind; seconds of those that were answered whole."""
 
     ended: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
@@ -159,7 +159,7 @@ class Samples:
         return {role: seen[-1][1] >> 20 for (role, _), seen in self.of.items()}
 
     def rows(self, settle: float) -> list[Row]:
-        """Of what was seen more than once: a fork lives for a moment."""
+        """Rows of processes seen more than once: a fork lives for a moment."""
         return [self._row(role, seen, settle) for (role, _), seen in self.of.items() if len(seen) > 1]
 
     def _row(self, role: str, seen: list[tuple[float, int]], settle: float) -> Row:
@@ -196,7 +196,7 @@ async def load(url: str, asked: argparse.Namespace) -> tuple[Tally, Samples, Row
 
 
 async def left_over(http: httpx.AsyncClient) -> Row:
-    """What the server still holds once its clients have gone: a client that leaves is noticed within seconds."""
+    """State that the server still holds once its clients have gone: a client that leaves is noticed within seconds."""
     ends = monotonic() + IDLE_SECONDS
     while True:
         told = (await http.get("/get_server_info")).json()

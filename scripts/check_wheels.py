@@ -62,7 +62,7 @@ def missing(wheel: Path) -> Iterator[str]:
 
 
 def tried(folder: Path) -> str:
-    """What the demo model says of France's capital, from the wheel that pip chooses."""
+    """The demo model's answer about France's capital, from the wheel that pip chooses."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--force-reinstall", "--no-deps", "--no-index"]
     subprocess.run([*pip, "--find-links", str(folder), NAME], check=True)
     subprocess.run([sys.executable, "-P", "-m", "tandem", "version"], check=True)

@@ -38,7 +38,7 @@ def nvidia_gpu() -> bool:
 
 
 def packages_of(requirement: str) -> list[str]:
-    """What pip would install for `requirement`, without installing anything. [] when it cannot say."""
+    """Packages that pip would install for `requirement`, without installing anything. [] when it cannot say."""
     command = [*PIP, "install", "-qq", "--dry-run", "--report", "-", requirement]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:

@@ -29,7 +29,7 @@ from hub_models import HUB  # noqa: E402
 from tandem.bench.architectures import named_keys  # noqa: E402
 from tandem.engine.start.planning import model_as_stored, stored_at  # noqa: E402
 from tandem.flags.engine_config import EngineConfig  # noqa: E402
-from tandem.planner.forecast.advice import Question, ways_to_go_faster  # noqa: E402
+from tandem.planner.forecast.advice import PlanQuestion, ways_to_go_faster  # noqa: E402
 from tandem.planner.forecast.ledger import RAM, VRAM  # noqa: E402
 from tandem.planner.forecast.machine_spec import MachineWish, wished_machine, wished_speeds  # noqa: E402
 from tandem.planner.memory import gib  # noqa: E402
@@ -114,7 +114,7 @@ def _place(machine: dict[str, Any], flags: str = "") -> Place:
     return Place(machine["name"], MachineWish(**wish), flags)
 
 
-def question(model: Headline, place: Place) -> Question:
+def question(model: Headline, place: Place) -> PlanQuestion:
     """The question that `kt plan` asks, from config.json alone."""
     with tempfile.TemporaryDirectory(prefix="tandem-page-") as folder:
         path = Path(folder)
@@ -123,7 +123,7 @@ def question(model: Headline, place: Place) -> Question:
         sizes = model_as_stored(path, config)
         stored = stored_at(path, sizes, None)
     machine = wished_machine(place.wish, ANYTHING)
-    return Question(config, sizes, machine, stored, wished_speeds(place.wish, machine, None))
+    return PlanQuestion(config, sizes, machine, stored, wished_speeds(place.wish, machine, None))
 
 
 def row(model: Headline, place: Place) -> str:
@@ -168,7 +168,7 @@ def page(model: Headline) -> str:
 
 
 def first_start(model: Headline) -> str:
-    """What comes before the first answer."""
+    """Steps before the first answer."""
     rounds = f" {ROUNDS}" if "INT4" in model.places[0].flags else ""
     size = disk_gb(model)
     return f"It needs about {size} GB of disk. After the download it packs the weights for some minutes.{rounds}"

@@ -60,7 +60,7 @@ def tried(model_type: str) -> Runs:
 
 
 def _why_no_gpu(model_type: str) -> str:
-    """Of a model whose heads are as wide as the class has them."""
+    """The reason, for a model whose heads are as wide as the class has them."""
     from every_type import TEXT_OF, tiny_config
     from tandem.planner.gpu_plan import without_kernels
 
@@ -163,7 +163,7 @@ def _pieces(prompt: list[int]) -> list[list[int]]:
 
 
 def _reason(error: Exception, path: Path) -> str:
-    """What stands in the way, without names of files and of all other families."""
+    """The error's text, without names of files and of all other families."""
     deepest = (
         error.__cause__ if error.__cause__ is not None and isinstance(error.__cause__, type(error)) else error
     )

@@ -23,7 +23,7 @@ from tandem.bench.architectures import named_subject  # noqa: E402
 from tandem.errors import ConfigError  # noqa: E402
 from tandem.flags.engine_config import EngineConfig  # noqa: E402
 from tandem.machine.machine import Core, Machine  # noqa: E402
-from tandem.planner.forecast.advice import Question  # noqa: E402
+from tandem.planner.forecast.advice import PlanQuestion  # noqa: E402
 from tandem.planner.forecast.machine_spec import MachineWish, wished_machine, wished_speeds  # noqa: E402
 from tandem.planner.forecast.prediction import Range  # noqa: E402
 from tandem.planner.forecast.report import Report, report  # noqa: E402
@@ -94,18 +94,24 @@ TWELVE = f"""## Twelve models on six machines
 
 Two tables have tokens per second: of one answer at 1,024 tokens, and of a prompt of 2,048. Experts are as the model's
 first release stores them: bf16 for Qwen, GLM-4.5-Air and GLM-4.6. Their FP8 releases need half of the bytes: see
-[each model's page](models/README.md). Where only the lossy INT4 fits, the field begins with it. `no: 72.0 GiB of RAM`
-means that the model does not fit, and would with so much RAM and INT4.
+[each model's page](models/README.md).
+
+| a cell | meaning |
+| --- | --- |
+| 20–27 | between 20 and 27 tokens per second |
+| INT4: 12–17 | the model fits only with `--kt-method INT4`, which is lossy |
+| needs 72 GiB | the model does not fit; with INT4 and so much RAM it would |
+
 Every line has `--mem-fraction-static {FLAGS["mem_fraction_static"]} --max-total-tokens {TOKENS}`.
 """
 
 
-def question(name: str, wish: MachineWish, method: str | None) -> Question:
+def question(name: str, wish: MachineWish, method: str | None) -> PlanQuestion:
     model, stored = named_subject(name)
     machine = wished_machine(wish, ANYTHING)
     flags = FLAGS if method is None else {**FLAGS, "kt_method": method}
     config = EngineConfig.from_keywords(name, **flags)
-    return Question(config, model, machine, stored, wished_speeds(wish, machine, None))
+    return PlanQuestion(config, model, machine, stored, wished_speeds(wish, machine, None))
 
 
 def cells(name: str, place: str) -> tuple[str, str]:
@@ -118,7 +124,7 @@ def cells(name: str, place: str) -> tuple[str, str]:
             continue
         lossy = "" if method is None else "INT4: "
         return f"{lossy}{shown(found.decode[1])}", f"{lossy}{shown(found.prompt)}"
-    return f"no: {needed(report(name, asked))}", "no"
+    return f"needs {needed(report(name, asked))}", "–"
 
 
 def shown(found: Range) -> str:
@@ -131,9 +137,9 @@ def short(value: float) -> str:
 
 
 def needed(found: Report) -> str:
-    """What it would take, of all ways to make it fit."""
+    """Memory that it would take, of all ways to make it fit."""
     memory = [way.change for way in found.to_fit if way.change.endswith("of RAM")]
-    return memory[-1] if memory else found.reasons[0].partition(";")[0]
+    return memory[-1].replace(".0 GiB of RAM", " GiB") if memory else found.reasons[0].partition(";")[0]
 
 
 def lines(name: str) -> tuple[str, ...]:
@@ -159,24 +165,24 @@ def page() -> str:
 
 def questions() -> list[str]:
     """The lines that people with some machine paste, and what comes of them."""
-    head = "| machine | paste | tokens/s of one answer, of a prompt; context | given up for room |"
+    head = "| machine | paste | answer, tokens/s | prompt, tokens/s | context, tokens | given up for room |"
     asked = ["## What runs on …", "", head]
     rows = [question_line(name) for name in QUESTIONS]
     how = (
-        "30–42 means 30 to 42 tokens per second. These plans are `kt serve`'s own: no flag about memory is "
+        "These plans are `kt serve`'s own: no flag about memory is "
         "needed. The last column is what the plan gives up so that the GPU is used and a context of 16,384 tokens "
         "fits ([what each means](commands.md#what-is-given-up-for-room))."
     )
     end = ["", *textwrap.wrap(how, 118), "", TWELVE]
-    return [*asked, "| --- | --- | --- | --- |", *rows, *end]
+    return [*asked, "| --- | --- | --: | --: | --: | --- |", *rows, *end]
 
 
-def question_of(name: str) -> Question:
+def question_of(name: str) -> PlanQuestion:
     wish, _, architecture, flags = QUESTIONS[name]
     model, stored = named_subject(architecture)
     machine = wished_machine(wish, ANYTHING)
     config = EngineConfig.from_keywords(architecture, **flags)
-    return Question(config, model, machine, stored, wished_speeds(wish, machine, None))
+    return PlanQuestion(config, model, machine, stored, wished_speeds(wish, machine, None))
 
 
 def command(name: str) -> str:
@@ -190,7 +196,7 @@ def question_line(name: str) -> str:
     plan = asked.plan()
     found = asked.predicted(plan)
     given = next((each.value for each in plan.decisions if each.name == "made to fit"), "nothing")
-    rates = f"{shown(found.decode[1])}, {shown(found.prompt)}; {plan.context_length:,}"
+    rates = f"{shown(found.decode[1])} | {shown(found.prompt)} | {plan.context_length:,}"
     return f"| {name} | `{command(name)}` | {rates} | {given} |"
 
 
@@ -202,7 +208,7 @@ def heading(what: str) -> list[str]:
 
 
 def answer() -> str:
-    """Of a question that many ask."""
+    """Answer to a question that many ask."""
     asked = question("deepseek-v3", MACHINES["workstation, 4090"], None)
     found = report("deepseek-v3", asked)
     ways = "\n".join(f"- {way.change}: {way.brings}{' (lossy)' if way.lossy else ''}" for way in found.to_fit)

@@ -34,7 +34,7 @@ from tandem.bench.rows import keep, machine_name, stamp  # noqa: E402
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tandem.quality.compare import Measured
+    from tandem.quality.compare import CandidateResult
     from tandem.quality.stream import LayerStream, Variant
 
 PAGE, RESULTS = ROOT / "docs" / "quality.md", ROOT / "benchmarks" / "results"
@@ -179,11 +179,11 @@ def measured(ggml: Path | None, only: Collection[str]) -> Iterator[Row]:
     """One after the other: all beside one reference would take 20 GB. only: names of rows; empty: all."""
     from tandem.checkpoint import demo_dir
     from tandem.engine.start.demo_model import prepare_demo
-    from tandem.engine.text.tokenizer import Tokenizer
     from tandem.machine.machine import Machine
     from tandem.quality import text
     from tandem.quality.compare import Candidate, Comparison
     from tandem.quality.stream import LayerStream, Variant
+    from tandem.text.tokenizer import Tokenizer
 
     demo = prepare_demo(demo_dir())
     windows = text.cut(Tokenizer.load(demo), text.default_text(), WINDOW, TOKENS)
@@ -205,7 +205,7 @@ def measured(ggml: Path | None, only: Collection[str]) -> Iterator[Row]:
                 shutil.rmtree(written) if written.is_dir() else written.unlink()
 
 
-def _row(each: Measured, bits: float, base: float) -> Row:
+def _row(each: CandidateResult, bits: float, base: float) -> Row:
     d = each.divergence
     assert d is not None
     return {
@@ -243,7 +243,7 @@ def filled(page: str) -> str:
 
 
 def of_methods() -> dict[str, Any]:
-    """What `kt bench decode` says of the demo model's formats."""
+    """Figures of the demo model's formats, as `kt bench decode` has them."""
     wanted = {f"`--kt-method {method}`": method for method in ("INT8", "INT4")}
     return {
         wanted[row["what"]]: {name: round(row[name], 5) for name in ("kl", "kl_error", "same_top")}

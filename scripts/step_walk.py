@@ -66,9 +66,9 @@ def walked() -> Iterator[Callable[[], Walk]]:
 
 def steps(engine: Any, prompt: list[int]) -> Iterator[tuple[str, Walk]]:
     """A prompt's step, and the second of its decode steps: the first finds nothing as it was left."""
-    from tandem.engine.protocol import GenerateRequest, SamplingParams
+    from tandem.engine.protocol import GenerateRequest, SamplingSettings
 
-    sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    sampling = SamplingSettings(temperature=0.0, max_tokens=4, ignore_eos=True)
     engine.add(GenerateRequest(id="walk", prompt_ids=prompt, sampling=sampling))
     for name in ("prefill", "", "decode"):
         with walked() as walk:

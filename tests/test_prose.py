@@ -1,12 +1,17 @@
-"""Prose can be read: sentences of the documents are short, and the pages that a newcomer opens first are, too."""
+"""Prose can be read: sentences of documents, docstrings and comments are short, and so are the first pages."""
 
 from __future__ import annotations
 
+import ast
+import io
 import math
 import re
 import statistics
 import subprocess
 import sys
+import tokenize
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,6 +27,10 @@ LAB = sorted((ROOT / "docs" / "lab").glob("*.md"))
 ROOTS = ROOT, ROOT / "src" / "tandem"
 MOST_MEAN_WORDS, MOST_WORDS_IN_NINE_OF_TEN = 16, 28
 MOST_LINES = {"README.md": 120, "CHANGELOG.md": 60, "docs/structure.md": 120}
+MOST_WORDS_IN_CODE = 20  # of a sentence in a docstring or a comment
+LONG_IN_CODE = 4.9  # sentences with more, per cent; today's share, which may only shrink
+LONGEST_IN_CODE = 30
+THEIRS = {"doc/xxhash_spec.md", "linux/prctl.h", "ggml/docs/gguf.md", "inference/convert.py"}  # files of other projects
 MOST_STEP_WORDS = 15  # of a numbered step in docs/structure.md
 
 ITEM = re.compile(r"^\s*(?:[-*]|\d+\.)\s+", re.M)
@@ -93,6 +102,69 @@ def places(text: str) -> list[str]:
 def test_named_files_exist(page: Path) -> None:
     named = set(places(page.read_text(encoding="utf-8"))) - {"architectures/NAME.py"}
     assert {each for each in named if not any((root / each).exists() for root in ROOTS)} == set()
+
+
+@cache
+def remarks() -> list[tuple[str, str]]:
+    """(file, text) of each docstring and comment of the package; the lines of a comment are one text."""
+    paths = sorted((ROOT / "src" / "tandem").rglob("*.py"))
+    texts = [(path, path.read_text(encoding="utf-8")) for path in paths]
+    return [(name(path), each) for path, text in texts for each in (*docstrings(text), *comments(text))]
+
+
+def docstrings(text: str) -> Iterator[str]:
+    kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, kinds) and (docstring := ast.get_docstring(node)):
+            yield docstring
+
+
+def comments(text: str) -> list[str]:
+    found: list[str] = []
+    above = -1  # the line of a comment that has its line for itself
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT and not re.match(r"# ?(fmt|type|noqa|ruff|pragma)\b", token.string):
+            alone, words = token.line.lstrip().startswith("#"), token.string.lstrip("# ")
+            if alone and above == token.start[0] - 1:
+                found[-1] += f" {words}"
+            else:
+                found.append(words)
+            above = token.start[0] if alone else -1
+    return found
+
+
+def test_sentences_in_code_are_short() -> None:
+    """Parameters are listed with semicolons between them; trees are drawn."""
+    plain = [(file, re.sub(r".*[├└│].*|;", ".", text)) for file, text in remarks()]
+    counts = sorted((count, file) for file, text in plain for count in sentences(text))
+    long = [each for each in counts if each[0] > MOST_WORDS_IN_CODE]
+    assert counts[-1][0] <= LONGEST_IN_CODE, counts[-3:]
+    assert 100 * len(long) / len(counts) <= LONG_IN_CODE, (len(long), len(counts))
+
+
+def test_files_named_in_code_exist() -> None:
+    """Paths in docstrings and comments: of the repository, of src/tandem, or of the file's own folder."""
+    pattern = re.compile(r"(?<![\w./-])((?:[\w.-]+/)+[\w.-]+\.(?:py|h|cc|cu|md|json|sh|toml))\b")
+    named = {(file, path) for file, text in remarks() for path in pattern.findall(text)} | {
+        (name(source), path)
+        for source in (ROOT / "csrc").rglob("*.[ch]*")
+        for path in pattern.findall("\n".join(re.findall(r"//(.*)", source.read_text(encoding="utf-8"))))
+    }
+    roots = (*ROOTS, ROOT / "csrc")
+    missing = [(f, p) for f, p in named if not any((r / p).exists() for r in (*roots, (ROOT / f).parent))]
+    assert len(named) > 50 and [each for each in missing if each[1] not in THEIRS] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("# One two.\n# Three.\nx = 1  # four\n", ["One two. Three.", "four"]),
+        ("x = [  # a\n    1,  # b\n]  # fmt: skip\n", ["a", "b"]),
+        ("y = 1  # a\n# b\n", ["a", "b"]),
+    ],
+)
+def test_comments_are_read(text: str, expected: list[str]) -> None:
+    assert comments(text) == expected
 
 
 @pytest.mark.parametrize("page", [*PAGES, *LAB], ids=name)

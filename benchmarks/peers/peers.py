@@ -24,7 +24,7 @@ class Missing(Exception):
 
 @dataclass(frozen=True)
 class Wish:
-    """What is measured. file: a GGUF file; directory: the same model for engines that read none."""
+    """A measurement to take. file: a GGUF file; directory: the same model for engines that read none."""
 
     file: Path
     directory: Path
@@ -107,7 +107,7 @@ def _served(module: str, command: list[str], wish: Wish, install: str) -> Rates:
         raise Missing(install)
     from importlib.metadata import version
 
-    from tandem.bench.load_client import Load, LoadClient
+    from tandem.bench.load_client import LoadClient, LoadShape
 
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
@@ -116,9 +116,9 @@ def _served(module: str, command: list[str], wish: Wish, install: str) -> Rates:
         try:
             client = LoadClient(f"http://127.0.0.1:{port}")
             name = _name(client, run)
-            one = Load(1, wish.prompt_tokens, wish.new_tokens, concurrency=1)
+            one = LoadShape(1, wish.prompt_tokens, wish.new_tokens, concurrency=1)
             client.run(name, one, _nothing)
-            (answer,), _ = client.run(name, Load(1, wish.prompt_tokens, wish.new_tokens, 1, seed=1), _nothing)
+            (answer,), _ = client.run(name, LoadShape(1, wish.prompt_tokens, wish.new_tokens, 1, seed=1), _nothing)
             per_token = answer.seconds_per_token or 0.0
             return Rates(version(module), answer.prompt_tokens / answer.first_token_seconds, 1 / per_token)
         finally:
@@ -126,7 +126,7 @@ def _served(module: str, command: list[str], wish: Wish, install: str) -> Rates:
 
 
 def _name(client: Any, run: subprocess.Popen[bytes]) -> str:
-    """Of the model, once the server answers."""
+    """Name of the model, once the server answers."""
     from time import monotonic, sleep
 
     from tandem.bench.load_client import LoadError

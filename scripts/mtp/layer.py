@@ -12,7 +12,7 @@ MASKED = -1e9
 
 
 class Shape(NamedTuple):
-    """Of a model's attention, and of the layer's feed-forward."""
+    """Sizes of a model's attention, and of the layer's feed-forward."""
 
     hidden: int
     heads: int

@@ -115,7 +115,7 @@ def _rewrite(chance: random.Random, code: str) -> Prompt:
 
 
 def _functions(sources: Path) -> tuple[str, ...]:
-    """Of 6 to 30 lines."""
+    """Functions of 6 to 30 lines."""
     found = []
     for file in sorted(sources.rglob("*.py")):
         text = file.read_text(encoding="utf-8")

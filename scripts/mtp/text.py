@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tandem.engine.engine import Engine
-from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.engine.protocol import GenerateRequest, SamplingSettings
 from tandem.engine.sequence import Sequence
 from tandem.engine.start.loader import load_parts
 from tandem.flags.engine_config import EngineConfig
@@ -56,7 +56,7 @@ def _answers(
             if len(ids) > MOST_PROMPT:
                 continue
             name, heat = str(next(numbers)), chance.choice(TEMPERATURES)
-            how = SamplingParams(temperature=heat, top_p=0.9 if heat else 1.0, seed=chance.randrange(1 << 30),
+            how = SamplingSettings(temperature=heat, top_p=0.9 if heat else 1.0, seed=chance.randrange(1 << 30),
                                  max_tokens=min(1000 - len(ids), chance.choice(ANSWERS)))  # fmt: skip
             engine.add(GenerateRequest(id=name, prompt_ids=ids, sampling=how))
             live[name] = engine._answers[name][0].sequence, prompt.kind, heat
@@ -81,7 +81,7 @@ def _encoded(tokenizer: Any, prompt: Prompt) -> list[int]:
 
 
 class _Kept:
-    """What a model's last norm made of each row, by the first page of the sequence whose it is."""
+    """Outputs of a model's last norm for each row, by the first page of the sequence whose it is."""
 
     def __init__(self, model: Any) -> None:
         self._rows, self._pages, self._inner = (
@@ -124,7 +124,7 @@ def _nothing(shape: Any) -> dict[str, Tensor]:
 
 
 def write_draft(folder: Path, model: str, shape: Any, weights: dict[str, Tensor], ids: Tensor) -> None:
-    """What `--speculative-draft-model-path` reads. ids: tokens that are guessed, rising."""
+    """Writes the directory that `--speculative-draft-model-path` reads. ids: tokens that are guessed, rising."""
     from tandem.checkpoint import resolve_model
 
     said = json.loads((resolve_model(model) / "config.json").read_text(encoding="utf-8"))

@@ -117,7 +117,7 @@ def _batches(texts: list[Text], seed: int) -> Iterator[list[Text]]:
 
 
 def _loss(layer: Layer, said: Said, batch: list[Text], steps: int) -> tuple[Tensor, float]:
-    """Of all guesses; and that of the first ones. A part of the prompts' rows stands for all of them."""
+    """Loss of all guesses; and that of the first ones. A part of the prompts' rows stands for all of them."""
     total, first = torch.zeros(()), 0.0
     tokens, hidden, counted = padded(batch)
     likely, shares = said.of(batch, counted.shape[1])
@@ -135,7 +135,7 @@ def _loss(layer: Layer, said: Said, batch: list[Text], steps: int) -> tuple[Tens
 
 
 class Said:
-    """What the model says behind each row: its likeliest tokens among those that are guessed, and their shares; and the
+    """The model's output behind each row: its likeliest tokens among those that are guessed, and their shares; and the
     token that came. Computed once for each text."""
 
     def __init__(self, head: Head) -> None:
@@ -195,7 +195,7 @@ def padded(batch: list[Text]) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def acceptance(layer: Layer, head: Head, texts: list[Text], steps: int = 3) -> list[float]:
-    """Of answers: how often the first guess is right, the second where the first is, and so on."""
+    """Shares over answers: how often the first guess is right, the second where the first is, and so on."""
     right = torch.zeros(steps + 1)
     for text in texts:
         hidden = text.hidden[None, :-1].float()

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from tandem.backends import Host, ModelExperts, experts_config, model_experts
 from tandem.errors import ConfigError, DoesNotFit, TandemError
 from tandem.kernels.this_machine import these_cpus
-from tandem.spec.shard import Shard
+from tandem.spec.shard import RankShard
 from tiny import TinyModels
 
 WHERE = "--additional-config"
@@ -45,7 +45,7 @@ def test_sums_are_those_of_transformers(tiny_models: TinyModels, variant: str) -
 @pytest.mark.parametrize("variant", ["qwen3_moe", "gpt_oss"])
 def test_parts_of_ranks_add_up(tiny_models: TinyModels, variant: str) -> None:
     """A bias is added once."""
-    whole, parts = opened(tiny_models[variant]), [opened(tiny_models[variant], Host(Shard(i, 2))) for i in range(2)]
+    whole, parts = opened(tiny_models[variant]), [opened(tiny_models[variant], Host(RankShard(i, 2))) for i in range(2)]
     x, ids, weights = batch(whole)
     number = whole.config.moe_layers[0]
     added = sum((part.layer(number)(x, ids, weights) for part in parts), torch.zeros_like(x))
@@ -127,9 +127,9 @@ def test_what_cannot_be_is_refused(tiny_models: TinyModels, monkeypatch: pytest.
     with pytest.raises(ConfigError, match=r"layer 7 .* has no experts .* 0, 1, 2"):
         opened(path).layer(7)
     with pytest.raises(ConfigError, match=r"28 rows of experts cannot be divided among 3 ranks; possible: 1, 2, 4, 7"):
-        opened(path, Host(Shard(0, 3)))
+        opened(path, Host(RankShard(0, 3)))
     with pytest.raises(ConfigError, match="packed_cache: ranks"):
-        opened(path, Host(Shard(0, 2)), packed_cache=str(tmp_path))
+        opened(path, Host(RankShard(0, 2)), packed_cache=str(tmp_path))
     monkeypatch.setattr(model_experts, "these_cpus", lambda _cpus: replace(these_cpus(), available_memory=1000))
     with pytest.raises(DoesNotFit, match="36 experts in f32 take"):
         opened(path)

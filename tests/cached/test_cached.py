@@ -83,10 +83,10 @@ def test_only_keys_and_values_change() -> None:
 
 
 def test_quality_measures_it_beside_the_usual_cache(tmp_path) -> None:
-    from tandem.cli.quality_run import Request
+    from tandem.cli.quality_run import QualityFlags
 
-    found = Request(model="demo", cached="fp8_e4m3").variants(tmp_path)
+    found = QualityFlags(model="demo", cached="fp8_e4m3").variants(tmp_path)
     assert [label for label, _ in found] == ["as stored, 0% on the GPU, KV cache fp8_e4m3", "as stored, 0% on the GPU"]
     assert [variant.cached for _, variant in found] == ["fp8_e4m3", "auto"]
-    halves = Request(model="demo", cached="fp8_e4m3", gpu_shares=(0.5, 1.0)).variants(tmp_path)
+    halves = QualityFlags(model="demo", cached="fp8_e4m3", gpu_shares=(0.5, 1.0)).variants(tmp_path)
     assert [variant.gpu_share for _, variant in halves] == [0.5, 0.5, 1.0, 1.0]

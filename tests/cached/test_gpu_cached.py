@@ -11,7 +11,7 @@ from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_cuda, needs_triton
 from paged_batches import Batch, make_batch, random_tables
 from tandem import LLM, SamplingParams, _core
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.ops import HeadNorms, Ops, Rope
+from tandem.kernels.ops import HeadNorms, Ops, RopeTables
 from tandem.kernels.reference import TorchOps
 
 if AVAILABLE:
@@ -76,7 +76,7 @@ def test_keys_and_values_are_rounded_to_the_nearest(ops: Ops, norm: bool) -> Non
     for dtype in (torch.bfloat16, FP8):
         k, v = (torch.zeros(pages, PAGE, kv_heads, n, device=DEVICE).to(dtype) for n in (dim, value))
         q = ops.rope_store(
-            qkv.to(DEVICE), Rope(angles.cos(), angles.sin()), batch, k, v, heads, HeadNorms(*norms),
+            qkv.to(DEVICE), RopeTables(angles.cos(), angles.sin()), batch, k, v, heads, HeadNorms(*norms),
         )  # fmt: skip
         found.append([q.float().cpu(), k.float().cpu(), v.float().cpu()])
     (q, k, v), (q8, k8, v8) = found

@@ -8,7 +8,6 @@ import random
 
 import pytest
 
-from tandem.engine.text.reasoning_format import reasoning_formats
 from tandem.server.chat.answer_parser import AnswerRules, FormattedText, Markup
 from tandem.server.chat.events import (
     Finish,
@@ -22,6 +21,7 @@ from tandem.server.chat.formats.reasoning_format import reasoning_format
 from tandem.server.chat.formats.tool_format import tool_format, tool_formats
 from tandem.server.chat.reading.calls import short_id
 from tandem.server.chat.settled import ChatAnswer, whole_answer
+from tandem.text.reasoning_format import reasoning_formats
 from tool_outputs import ARGUMENTS, OUTPUTS, TOOLS, VARIANTS, WITHOUT_TEXT
 
 

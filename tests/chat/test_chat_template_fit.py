@@ -12,7 +12,6 @@ import pytest
 
 from agent_turns import texts_in
 from own_templates import NAMES, PLAIN, own_template
-from tandem.engine.text.chat_template import ChatTemplate
 from tandem.server.chat.answer_parser import AnswerRules, FormattedText
 from tandem.server.chat.constraint import call_constraint
 from tandem.server.chat.conversation import Conversation, Tool, ToolChoice
@@ -27,6 +26,7 @@ from tandem.server.chat.formats.tool_format import (
 from tandem.server.chat.formats.writing import write_calls
 from tandem.server.chat.settled import ChatAnswer, whole_answer
 from tandem.server.chat.template_fit import Render, fit_template
+from tandem.text.chat_template import ChatTemplate
 from tool_outputs import ARGUMENTS, NOW, TOOLS, WEATHER
 
 # The source package of llama-cpp-python: `make test-peers` downloads it. Its templates are read where they are.

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from agent_turns import AGENTS, CALL, texts_in
-from tandem.engine.text.chat_template import ChatTemplate
 from tandem.server.chat.conversation import Message
 from tandem.server.chat.template_fit import Render, TemplateFit
-from tandem.server.chat.turns import Turns, as_taken, fit_turns
+from tandem.server.chat.turns import TurnOrders, as_taken, fit_turns
+from tandem.text.chat_template import ChatTemplate
 
 _NO_MORE = "{% if message.role == 'system' and not loop.first %}{{ raise_exception('only first') }}{% endif %}"
 _ONLY_FIRST = "{% if message.role != 'system' or loop.first %}"
@@ -28,12 +28,12 @@ def template(before: str = "", after: str = "") -> str:
 
 
 TEMPLATES = {
-    "all": (template(), Turns()),
-    "one that refuses more system messages": (template(_NO_MORE), Turns(more_system=False)),
-    "one that shows one": (template(_ONLY_FIRST, "{% endif %}"), Turns(more_system=False)),
-    "one without any": (template(_NO_MORE.replace("not loop.first", "true")), Turns(False, False)),
-    "one with alternating roles": (template(_NO_MORE + _ALTERNATE), Turns(True, False, False, False)),
-    "one that refuses everything": ("{{ raise_exception('no') }}", Turns()),
+    "all": (template(), TurnOrders()),
+    "one that refuses more system messages": (template(_NO_MORE), TurnOrders(more_system=False)),
+    "one that shows one": (template(_ONLY_FIRST, "{% endif %}"), TurnOrders(more_system=False)),
+    "one without any": (template(_NO_MORE.replace("not loop.first", "true")), TurnOrders(False, False)),
+    "one with alternating roles": (template(_NO_MORE + _ALTERNATE), TurnOrders(True, False, False, False)),
+    "one that refuses everything": ("{{ raise_exception('no') }}", TurnOrders()),
 }
 
 
@@ -59,10 +59,10 @@ def test_no_text_of_an_agent_is_refused_or_lost(name):
 
 
 def test_what_it_takes_is_left_alone():
-    assert as_taken(AGENTS, Turns()) == AGENTS
-    roles = [message.role for message in as_taken(AGENTS, Turns(more_system=False))]
+    assert as_taken(AGENTS, TurnOrders()) == AGENTS
+    roles = [message.role for message in as_taken(AGENTS, TurnOrders(more_system=False))]
     assert roles == "system user user user assistant tool user assistant assistant user user".split()
-    roles = [message.role for message in as_taken(AGENTS, Turns(True, False, False, False))]
+    roles = [message.role for message in as_taken(AGENTS, TurnOrders(True, False, False, False))]
     assert roles == "system user assistant tool assistant user".split()
 
 
@@ -73,6 +73,6 @@ def test_neighbours_keep_calls_reasoning_and_names():
         Message("assistant", "Hm.", reasoning="So."),
         Message("assistant", "", reasoning="Well.", tool_calls=(CALL,)),
     ]
-    user, assistant = as_taken(said, Turns(repeated=False))
+    user, assistant = as_taken(said, TurnOrders(repeated=False))
     assert (user.content, user.name) == ("One.\n\nTwo.", None)
     assert (assistant.content, assistant.reasoning, assistant.tool_calls) == ("Hm.", "So.\n\nWell.", (CALL,))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.engine.text.prompt import draft
 from tandem.server.chat.answer_parser import AnswerRules, FormattedText
 from tandem.server.chat.conversation import Tool
 from tandem.server.chat.events import ToolCallEnd
 from tandem.server.chat.formats.reasoning_format import reasoning_format
 from tandem.server.chat.formats.tool_format import tool_format
-from tandem.server.chat.reading.source import Source
+from tandem.server.chat.reading.source import AnswerSource
 from tandem.server.chat.settled import whole_answer
+from tandem.text.prompt import draft
 
 WEATHER = Tool("weather", "Tells it.", {"type": "object"})
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
@@ -36,7 +36,7 @@ class Text(str):
 
 
 def test_a_mark_is_looked_for_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.engine.text.prompt._joined", lambda texts: Text(hostile))
+    monkeypatch.setattr("tandem.text.prompt._joined", lambda texts: Text(hostile))
     hostile = "TheAnswerGoesOnHere" + "e" * 1_000_000
     said = [{"role": "user", "content": hostile}, {"role": "assistant", "content": "x"}]
     Text.searches = 0
@@ -48,13 +48,13 @@ def test_a_mark_is_looked_for_a_few_times(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("how", ["begun", "pushed"])
 def test_what_is_taken_copies_little(unit: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each character that is taken copies what `text` shows: of a text of markers all of it, but for the pieces."""
-    copied, take = [0], Source.take
+    copied, take = [0], AnswerSource.take
 
-    def counted(source: Source, count: int) -> str:
+    def counted(source: AnswerSource, count: int) -> str:
         copied[0] += len(source.text)
         return take(source, count)
 
-    monkeypatch.setattr(Source, "take", counted)
+    monkeypatch.setattr(AnswerSource, "take", counted)
     text = unit * (300_000 // len(unit))
     parser = FormattedText(rules(text if how == "begun" else ""))
     if how == "pushed":

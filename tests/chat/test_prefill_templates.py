@@ -6,9 +6,9 @@ import pytest
 
 from chat_models import chat_model, prepare
 from family_templates import SPECIAL, TEMPLATES
-from tandem.engine.text.chat_template import ChatTemplate
 from tandem.errors import RequestError
 from tandem.server.chat.conversation import Conversation, Message
+from tandem.text.chat_template import ChatTemplate
 
 PREFILLS = (
     "<", ">", "|", "<|", "i", "end", "_", "A", "assistant", "\n",  # what templates write behind a turn, too

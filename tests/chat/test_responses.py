@@ -15,7 +15,7 @@ from server_requests import error_of, run
 from tandem.errors import EngineError
 from tandem.server.chat.conversation import Message
 from tandem.server.errors import ApiError
-from tandem.server.responses.store import ResponseStore, Stored
+from tandem.server.responses.store import ResponseStore, StoredResponse
 from tandem.server.responses.writer import ResponseWriter
 from tool_outputs import ARGUMENTS, OUTPUTS, TOOLS
 
@@ -184,12 +184,12 @@ def test_an_effort_is_taken_or_named():
 
 
 def test_the_store_is_bounded():
-    def stored(text: str) -> Stored:
-        return Stored((Message("user", text),), b"{}")
+    def stored(text: str) -> StoredResponse:
+        return StoredResponse((Message("user", text),), b"{}")
 
-    def with_item(name: str) -> Stored:
+    def with_item(name: str) -> StoredResponse:
         """Its body is not read again for an item: that would take long, for hundreds of items."""
-        return Stored((Message("user", "x"),), b"no JSON", {f"msg-{name}": b'{"id": "msg-%s"}' % name.encode()})
+        return StoredResponse((Message("user", "x"),), b"no JSON", {f"msg-{name}": b'{"id": "msg-%s"}' % name.encode()})
 
     store = ResponseStore(most=3)
     for name in "abc":
@@ -211,7 +211,7 @@ def test_the_store_is_bounded():
     with pytest.raises(ApiError):
         small.get("huge", "")
     assert small.get("b", "") and small.get("c", "")  # they did not make room for what is not kept
-    small.put("huge", Stored((Message("user", "x"),), b"{}", {"msg-huge": b"x" * 10_000}))
+    small.put("huge", StoredResponse((Message("user", "x"),), b"{}", {"msg-huge": b"x" * 10_000}))
     with pytest.raises(ApiError):
         small.item("msg-huge", "")
 

@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 
 import corrupt_checkpoints
 from gguf_files import write_gguf
-from tandem.checkpoint.checkpoint import Checkpoint
+from tandem.checkpoint.checkpoint import SafetensorsCheckpoint
 from tandem.checkpoint.gguf_model import open_gguf
-from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import CheckpointError
+from tandem.text.tokenizer import Tokenizer
 from tiny import file_tensors
 
 SEEDS = 170
@@ -69,7 +69,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsiz
 @pytest.mark.parametrize(
     ("name", "read"),
     [
-        ("model.safetensors", lambda path: Checkpoint(path.parent)),
+        ("model.safetensors", lambda path: SafetensorsCheckpoint(path.parent)),
         ("model.gguf", open_gguf),
         ("tokenizer.json", lambda path: Tokenizer.load(path.parent)),
         ("tiktoken.model", lambda path: Tokenizer.load(path.parent)),
@@ -93,4 +93,4 @@ def test_a_pointer_of_git_lfs_says_how_to_get_the_file(tmp_path: Path, name: str
 def test_a_directory_without_weights_says_what_is_there(tmp_path: Path, there: str, said: str) -> None:
     (tmp_path / there).touch()
     with pytest.raises(CheckpointError, match=said):
-        Checkpoint(tmp_path)
+        SafetensorsCheckpoint(tmp_path)

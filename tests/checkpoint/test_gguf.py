@@ -34,12 +34,12 @@ from tandem.architectures.load import load_config
 from tandem.architectures.model_types import read_table
 from tandem.checkpoint import load_model_config, open_checkpoint, read_generation, resolve_model
 from tandem.checkpoint.gguf_config import AS_SAFETENSORS
-from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import CheckpointError, ConfigError, TandemError
 from tandem.formats.gguf_blocks import GGUF_CODES
 from tandem.formats.reference import decoded
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.spec.model_config import STORED
+from tandem.text.tokenizer import Tokenizer
 from tiny import save_tokenizer, settings
 
 # All but those with a sliding window, which these architectures' metadata do not have.

@@ -16,8 +16,8 @@ from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
 from gguf_files import finish
 from tandem.checkpoint.gguf_tokenizer import PRE
-from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import CheckpointError
+from tandem.text.tokenizer import Tokenizer
 
 TEXTS = (
     "Grüße, 42 Äpfel!\n\n  x", "e\u0301te\u0301 नमस्ते दुनिया", "don't WON'T it's 12345 a/b\r\n\r\n",

@@ -25,9 +25,9 @@ from sessions import PAGE_SIZE, Session
 from tandem import _core
 from tandem.checkpoint.demo_source import base_gguf
 from tandem.checkpoint.gguf_tokenizer import COMPOSED, PRE
-from tandem.engine.text.tokenizer import Tokenizer
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.spec.model_config import STORED
+from tandem.text.tokenizer import Tokenizer
 from tiny import settings
 
 llama_cpp: Any = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: make test-peers")

@@ -23,7 +23,7 @@ from tandem.checkpoint.tables import readers
 from tandem.convert import Conversion, convert
 from tandem.errors import CheckpointError
 from tandem.flags.engine_config import EngineConfig
-from tandem.planner.forecast.advice import Question
+from tandem.planner.forecast.advice import PlanQuestion
 from tandem.planner.forecast.machine_spec import MachineWish, wished_speeds
 from tandem.planner.forecast.report import report
 from tandem.planner.forecast.speeds import Speeds
@@ -236,7 +236,7 @@ def test_what_a_machine_lacks_is_counted_without_tables() -> None:
     host = machine(free=int(100 * GIB))
     asked = EngineConfig.from_keywords("m"), named_config("qwen3.8-flash-next", None), host, StoredFormats()
     speeds = Speeds().having("measured", dram_gbps=50.0, cpu_flops=1e12)
-    found = report("m", Question(*asked, wished_speeds(MachineWish(), host, speeds)))
+    found = report("m", PlanQuestion(*asked, wished_speeds(MachineWish(), host, speeds)))
     (ledger,) = found.ledgers
     assert not found.fits and not any(entry.name == "tables" for entry in ledger.entries)
 

@@ -12,8 +12,8 @@ import regex
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import CheckpointError
+from tandem.text.tokenizer import Tokenizer
 
 TEXT = "The weather in Oslo: 1234 degrees, it's COLD there. 天气很好 and 東京 too.\n\n  Zürich’s naïve café\r\n" * 3
 WORDS = regex.compile(

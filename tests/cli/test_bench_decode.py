@@ -37,7 +37,7 @@ def test_every_step_counts_one_token_per_sequence(monkeypatch) -> None:
     readings = iter((30.0, 50.0, 40.0))
     monkeypatch.setattr(bench_decode, "_read_gbps", lambda _: next(readings))
     engine = fake_engine(num_pages=128)
-    request = bench_decode.Request("demo", ("BF16",), (3,), 5, 3, False, False, None)
+    request = bench_decode.DecodeFlags("demo", ("BF16",), (3,), 5, 3, False, False, None)
     assert bench_decode.decode_rate(engine, VOCAB, 3, request) == (15.0, 40.0)
     assert not engine.has_work() and engine.stats().running == 0
 
@@ -47,18 +47,18 @@ def test_all_sequences_are_in_every_window_however_long_their_prompts_take(monke
     monkeypatch.setattr(bench_decode, "perf_counter", lambda: float(next(ticks)))
     monkeypatch.setattr(bench_decode, "_read_gbps", lambda _: 40.0)
     engine = fake_engine(num_pages=256)  # 16 tokens a step: the first prompts are done long before the last
-    request = bench_decode.Request("demo", ("BF16",), (8,), 2, 1, False, False, None)
+    request = bench_decode.DecodeFlags("demo", ("BF16",), (8,), 2, 1, False, False, None)
     assert bench_decode.decode_rate(engine, VOCAB, 8, request) == (16.0, 40.0)
 
 
 def test_sequences_that_never_run_together_are_an_error() -> None:
-    request = bench_decode.Request("demo", ("BF16",), (8,), 2, 1, False, False, None)
+    request = bench_decode.DecodeFlags("demo", ("BF16",), (8,), 2, 1, False, False, None)
     with pytest.raises(ConfigError, match="smaller --batch"):
         bench_decode.decode_rate(fake_engine(max_running_requests=4, num_pages=256), VOCAB, 8, request)
 
 
 def test_rows_are_written_as_json(monkeypatch, tmp_path, capsys) -> None:
-    request = bench_decode.Request("demo", ("BF16",), (1,), 4, 1, False, False, None)
+    request = bench_decode.DecodeFlags("demo", ("BF16",), (1,), 4, 1, False, False, None)
     row = bench_decode._row(request, "tandem", "bf16", 1, 60.0, 100.0, 34.8)
     assert row.share == 0.6 and row.config == "demo"
     monkeypatch.setattr(bench_decode, "measure", lambda *_: [row])
@@ -76,7 +76,7 @@ def test_what_takes_seconds_is_told_before_it_is_done(monkeypatch) -> None:
     monkeypatch.setattr(bench_decode, "decode_rate", lambda *_: (float(len(told)), 1.0))
     monkeypatch.setattr(bench_decode, "bytes_per_step", lambda *_: 1.0)
     monkeypatch.setattr(bench_decode, "model_directory", lambda name: name)
-    request = bench_decode.Request("demo", ("BF16",), (1, 8), 4, 1, False, False, 2)
+    request = bench_decode.DecodeFlags("demo", ("BF16",), (1, 8), 4, 1, False, False, 2)
     rows = list(bench_decode.measure(request, told.append))
     assert told == ["loading demo with BF16 experts", "measuring BF16, batch 1", "measuring BF16, batch 8"]
     assert loaded == [1] and [row.tok_s for row in rows] == [2.0, 3.0]
@@ -84,6 +84,6 @@ def test_what_takes_seconds_is_told_before_it_is_done(monkeypatch) -> None:
 
 def test_a_missing_peer_is_named_before_anything_is_measured(monkeypatch) -> None:
     monkeypatch.setattr(bench_peers.importlib.util, "find_spec", lambda _: None)
-    request = bench_decode.Request("demo", ("BF16",), (1,), 4, 1, False, True, None)
+    request = bench_decode.DecodeFlags("demo", ("BF16",), (1,), 4, 1, False, True, None)
     with pytest.raises(ConfigError, match=r"--llama-cpp needs llama-cpp-python: pip install"):
         bench_decode.run(request, None)

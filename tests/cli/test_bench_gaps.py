@@ -12,13 +12,21 @@ from echo_engine import CONTEXT
 from server_harness import ServerProcess, running, spawn_echo
 from tandem.bench import architectures, load_client
 from tandem.bench.gaps import made_up, rows
-from tandem.bench.gaps.readers import FIRST_PIECES, OWN_TOKENS, Gap, LongPrompts, Prompt, Seen, Wanted
-from tandem.bench.load_client import Answer, LoadError
-from tandem.engine.protocol import GenerateRequest, SamplingParams
-from tandem.engine.text.detokenizer import IncrementalDecoder
-from tandem.engine.text.tokenizer import Tokenizer
+from tandem.bench.gaps.readers import (
+    FIRST_PIECES,
+    OWN_TOKENS,
+    Gap,
+    GapFigures,
+    GapLoad,
+    LongPrompt,
+    LongPrompts,
+)
+from tandem.bench.load_client import LoadError, SentRequest
+from tandem.engine.protocol import GenerateRequest, SamplingSettings
 from tandem.errors import ConfigError
 from tandem.flags.engine_config import EngineConfig
+from tandem.text.detokenizer import IncrementalDecoder
+from tandem.text.tokenizer import Tokenizer
 
 SMALL = {
     "model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -40,24 +48,26 @@ def small_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_client, "LAST_ID", 250)
 
 
-def answer(*pieces: float) -> Answer:
+def answer(*pieces: float) -> SentRequest:
     """Behind those that are not counted."""
-    return Answer(0.0, 5, pieces=[0.0] * FIRST_PIECES + list(pieces), tokens=9)
+    return SentRequest(0.0, 5, pieces=[0.0] * FIRST_PIECES + list(pieces), tokens=9)
 
 
-def request(url: str, wanted: Wanted) -> rows.Request:
-    return rows.Request("echo", url, None, None, wanted, None, ())
+def request(url: str, wanted: GapLoad) -> rows.GapFlags:
+    return rows.GapFlags("echo", url, None, None, wanted, None, ())
 
 
 def test_a_gap_is_beside_a_prompt_if_it_overlaps_it() -> None:
-    found = Seen(answers=[answer(1, 2, 3, 5, 6), answer(4, 9)], beside=[Prompt(3.5, 4.5), Prompt(7, 8)])
+    found = GapFigures(answers=[answer(1, 2, 3, 5, 6), answer(4, 9)], beside=[LongPrompt(3.5, 4.5), LongPrompt(7, 8)])
     assert found.idle_gaps() == [Gap(1, 2), Gap(2, 3)]
     assert found.gaps_beside() == [Gap(3, 5), Gap(4, 9)]
-    assert list(Seen(answers=[answer(1, 2)]).gaps()) == [Gap(1, 2)] == Seen(answers=[answer(1, 2)]).idle_gaps()
+    assert (
+        list(GapFigures(answers=[answer(1, 2)]).gaps()) == [Gap(1, 2)] == GapFigures(answers=[answer(1, 2)]).idle_gaps()
+    )
 
 
 def test_pieces_are_counted_soon() -> None:
-    found = Seen(answers=[answer(1, 2, 3, 5, 6), answer(4, 9), Answer(0.0, 5, pieces=[1.0, 2.0])])
+    found = GapFigures(answers=[answer(1, 2, 3, 5, 6), answer(4, 9), SentRequest(0.0, 5, pieces=[1.0, 2.0])])
     assert found.pieces() == 7 and found.pieces(2.5, 5.5) == 3 and found.pieces(10.0) == 0
 
 
@@ -72,24 +82,24 @@ def test_long_prompts_begin_differently(tokens: int) -> None:
 
 def test_a_row_says_medians_and_the_longest() -> None:
     ticks = [0.01 * i for i in range(101)]
-    found = Seen(
-        alone=[Prompt(0, 1), Prompt(0, 2), Prompt(0, 4)],
+    found = GapFigures(
+        alone=[LongPrompt(0, 1), LongPrompt(0, 2), LongPrompt(0, 4)],
         answers=[answer(*ticks, 1.1, 1.9)],
-        beside=[Prompt(1.05, 6.05)],
+        beside=[LongPrompt(1.05, 6.05)],
     )
-    row = rows.row_of(request("http://x", Wanted(1000)), "echo", found, 0.5)
+    row = rows.row_of(request("http://x", GapLoad(1000)), "echo", found, 0.5)
     assert row["idle_p50_ms"] == pytest.approx(10, abs=0.01) and row["idle_gaps"] == 100
     assert (row["gaps"], row["beside_max_ms"]) == (2, 800.0)
     assert (row["prompt_alone_tok_s"], row["prompt_tok_s"], row["prompt_share"]) == (500.0, 200.0, 0.4)
     assert row["beside_p99_ms"] == pytest.approx(100 + 0.99 * 700)
     assert row["p99_over_idle"] == pytest.approx(79.3, abs=0.1)
     with pytest.raises(LoadError, match="give a shorter --long-prompt"):
-        rows.row_of(request("http://x", Wanted(1000)), "echo", Seen(), None)
+        rows.row_of(request("http://x", GapLoad(1000)), "echo", GapFigures(), None)
 
 
 def test_a_server_is_measured(echo, tmp_path, capsys) -> None:
     pytest.importorskip("matplotlib")
-    wanted = Wanted(prompt_len=1500, input_len=20, output_len=400, gaps=30, prompts=2, seconds=30)
+    wanted = GapLoad(prompt_len=1500, input_len=20, output_len=400, gaps=30, prompts=2, seconds=30)
     out, picture = tmp_path / "out" / "gaps.json", tmp_path / "gaps.png"
     rows.run(request(echo.url, wanted), out, picture)
     [row] = json.loads(out.read_text())
@@ -103,7 +113,7 @@ def test_a_server_is_measured(echo, tmp_path, capsys) -> None:
 
 def test_a_refused_prompt_is_said(echo) -> None:
     with pytest.raises(LoadError, match="a request failed: 400"):
-        rows.run(request(echo.url, Wanted(prompt_len=CONTEXT + 1)), None, None)
+        rows.run(request(echo.url, GapLoad(prompt_len=CONTEXT + 1)), None, None)
 
 
 def test_made_up_weights_are_served(tmp_path, monkeypatch, capsys) -> None:
@@ -114,7 +124,7 @@ def test_made_up_weights_are_served(tmp_path, monkeypatch, capsys) -> None:
     engine, model = loaded.engine, loaded.engine.model_config
     assert (loaded.vocab_size, len(model.layers), loaded.plan.expert_format) == (1000, 2, "int8")
     try:
-        sampling = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+        sampling = SamplingSettings(max_tokens=3, temperature=0.0, ignore_eos=True)
         engine.add(GenerateRequest(id="a", prompt_ids=[300, 301, 302], sampling=sampling))
         outputs = []
         while engine.has_work():

@@ -17,9 +17,9 @@ from tandem import _core
 from tandem.bench import formats as bench_formats
 from tandem.bench.ceilings import Ceilings, DramReader, Roofs, last_level_cache_bytes
 from tandem.bench.kernels.experts import (
-    Shape,
+    ExpertShape,
+    StackedExperts,
     Timing,
-    TorchExperts,
     Workload,
     packed_layers,
     parse_shape,
@@ -30,7 +30,7 @@ from tandem.cli.app import app
 from tandem.errors import ConfigError
 from tandem.kernels.reference import TorchOps
 
-TINY = Shape("64x32x6x2", 64, 32, 6, 2)
+TINY = ExpertShape("64x32x6x2", 64, 32, 6, 2)
 BITS = {  # packed, per weight
     "bf16": 16, "f32": 32, "int8": 8.5, "int4": 4.5, "fp8": 8.25, "fp8-row": 8 + 1 / 12, "int4-g64": 4.25,
     "int4-g128": 4.125, "int4-zeros": 4.1875 + 1 / 48, "mxfp4": 4.25, "mxfp8": 8.25, "nvfp4": 4.5 + 1 / 12,
@@ -147,7 +147,7 @@ def test_ceilings_keep_the_best_of_all_repeats() -> None:
 def test_memory_is_read_where_experts_lie() -> None:
     """All of it, of each memory node, some layers at a time; and a buffer of its own, to its last KiB."""
     pool = _core.WorkerPool([-1, -1], 20, [0, 1])
-    layers = packed_layers(Shape("s", 256, 128, 2, 2), "f32", "scalar", pool, 3)
+    layers = packed_layers(ExpertShape("s", 256, 128, 2, 2), "f32", "scalar", pool, 3)
     assert all(len(layer.all_places()) == 2 for layer in layers)
     held = sum(layer.loaded * layer.bytes_per_expert for layer in layers)
     assert sum(each.bytes for layer in layers for each in layer.all_places()) == held
@@ -198,7 +198,7 @@ def test_what_is_read_and_computed() -> None:
 @pytest.mark.parametrize("fmt", bench_formats.FORMATS)
 def test_every_format_can_be_measured(fmt: str) -> None:
     """And its size is what the core says that it packs."""
-    shape = Shape("s", 512, 256, 2, 2)
+    shape = ExpertShape("s", 512, 256, 2, 2)
     layers = packed_layers(shape, fmt, "scalar", _core.WorkerPool([-1], 20), 1)
     work = Workload(shape, 3)
     y = layers[0].forward(work.x, work.ids[0], work.weights)
@@ -224,7 +224,7 @@ def test_large_shapes_are_cut_to_the_memory() -> None:
 
 def test_torch_ways_compute_the_experts() -> None:
     """Else their times would mean nothing. Three bfloat16 roundings and sums of 64 terms: 2 %."""
-    work, experts = Workload(TINY, 9), TorchExperts.random(TINY)
+    work, experts = Workload(TINY, 9), StackedExperts.random(TINY)
     layer = TorchOps().experts(6, 64, 32)
     for expert in range(6):
         layer.load(expert, *random_expert(TINY))

@@ -11,13 +11,13 @@ import torch
 from typer.testing import CliRunner
 
 from tandem.bench.architectures import CONFIGS, named_config
-from tandem.bench.placement.request import Request, numbers, traffic
+from tandem.bench.placement.request import PlacementFlags, numbers, traffic
 from tandem.bench.placement.simulated import simulated_rows, step_cost
 from tandem.bench.placement.traces import TraceShape, Zipf, expert_counts, generate
 from tandem.cli.app import app
 from tandem.errors import ConfigError
 
-REQUEST = Request(
+REQUEST = PlacementFlags(
     "qwen3-512e", "zipf", (0.1, 0.5), ("uniform", "frequency", "dynamic"), "INT4", 4, 300, 21, gpu_step_ms=0.2
 )
 

@@ -13,7 +13,7 @@ from tandem.bench.architectures import named_config, named_subject
 from tandem.bench.sample import depths_of, whole_seconds
 from tandem.bench.synthetic import SyntheticCheckpoint
 from tandem.flags.engine_config import EngineConfig
-from tandem.planner.forecast.advice import Question
+from tandem.planner.forecast.advice import PlanQuestion
 from tandem.planner.forecast.machine_spec import MachineWish, wished_machine, wished_speeds
 from tandem.planner.plan import Plan
 from tandem.spec.stored import StoredFormats
@@ -25,15 +25,15 @@ def small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sample, "last_level_cache_bytes", lambda: 32 << 20)
 
 
-def question_of(name: str, layers: int, ram: str = "2TB", bandwidth: str = "100GB/s") -> Question:
+def question_of(name: str, layers: int, ram: str = "2TB", bandwidth: str = "100GB/s") -> PlanQuestion:
     """On a machine without a GPU."""
     wish = MachineWish("none", ram, bandwidth, 16, "avx512_bf16")
     host = wished_machine(wish, machine())
     config = EngineConfig(model=name, kt_method="INT4")
-    return Question(config, named_config(name, layers), host, StoredFormats(), wished_speeds(wish, host, None))
+    return PlanQuestion(config, named_config(name, layers), host, StoredFormats(), wished_speeds(wish, host, None))
 
 
-def depths(question: Question, context: int = 1024) -> list[int]:
+def depths(question: PlanQuestion, context: int = 1024) -> list[int]:
     plan = question.plan()
     return depths_of(question, plan, question.predicted(plan), context)
 
@@ -77,14 +77,14 @@ def test_experts_of_samples_are_stored_as_the_models_are(
     assert (sample._experts_format(asked, asked.plan()), sample._method(asked, asked.plan())) == expected
 
 
-def beside_a_gpu(name: str, **flags: object) -> Question:
+def beside_a_gpu(name: str, **flags: object) -> PlanQuestion:
     wish = MachineWish("H100", "256GB", "80GB/s", 16, "avx512_bf16")
     host, (model, stored) = wished_machine(wish, machine()), named_subject(name)
     config = EngineConfig.from_keywords(name, device="cuda", **flags)
-    return Question(config, model, host, stored, wished_speeds(wish, host, None))
+    return PlanQuestion(config, model, host, stored, wished_speeds(wish, host, None))
 
 
-def small_plan(asked: Question) -> Plan:
+def small_plan(asked: PlanQuestion) -> Plan:
     plan = asked.plan()
     return sample._small_plan(asked, plan, sample._sample(asked, plan, 1), 256)
 

@@ -11,10 +11,10 @@ from echo_engine import CONTEXT
 from server_harness import ServerProcess, running, spawn_echo
 from tandem.bench import load_client
 from tandem.bench import serve as bench_serve
-from tandem.bench.load_client import Answer, Load, LoadClient, LoadError, prompts_of
+from tandem.bench.load_client import LoadClient, LoadError, LoadShape, SentRequest, prompts_of
 from tandem.bench.own_server import own_server
 from tandem.bench.prompt_file import read_prompts
-from tandem.bench.serve import Request
+from tandem.bench.serve import LoadFlags
 
 
 @pytest.fixture(scope="module")
@@ -29,29 +29,29 @@ def small_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_client, "LAST_ID", 250)
 
 
-def request(url: str, *loads: Load, api_key: str | None = "key") -> Request:
-    return Request("echo", url, loads, api_key, ())
+def request(url: str, *loads: LoadShape, api_key: str | None = "key") -> LoadFlags:
+    return LoadFlags("echo", url, loads, api_key, ())
 
 
 def test_prompts_are_the_same_for_a_seed_and_share_their_beginning() -> None:
-    load = Load(20, input_len=40, output_len=10, spread=0.5, shared_prefix=8, seed=3)
+    load = LoadShape(20, input_len=40, output_len=10, spread=0.5, shared_prefix=8, seed=3)
     made = prompts_of(load)
-    assert made == prompts_of(load) != prompts_of(Load(20, 40, 10, spread=0.5, shared_prefix=8, seed=4))
+    assert made == prompts_of(load) != prompts_of(LoadShape(20, 40, 10, spread=0.5, shared_prefix=8, seed=4))
     assert (
         len({tuple(prompt[:8]) for prompt, _ in made}) == 1 < len({tuple(prompt[8:]) for prompt, _ in made})
     )
     assert all(28 <= len(prompt) <= 68 and 5 <= length <= 15 for prompt, length in made)
-    assert {len(p) for p, _ in prompts_of(Load(5, 40, 10))} == {40}
+    assert {len(p) for p, _ in prompts_of(LoadShape(5, 40, 10))} == {40}
 
 
 def test_times_of_an_answer() -> None:
-    answer = Answer(sent=1.0, prompt_tokens=5, pieces=[1.5, 2.0, 4.5], tokens=7)
+    answer = SentRequest(sent=1.0, prompt_tokens=5, pieces=[1.5, 2.0, 4.5], tokens=7)
     assert (answer.first_token_seconds, answer.seconds_per_token, answer.gaps) == (0.5, 0.5, [0.5, 2.5])
-    assert Answer(0.0, 5, [1.0], tokens=1).seconds_per_token is None
+    assert SentRequest(0.0, 5, [1.0], tokens=1).seconds_per_token is None
 
 
 def test_all_tokens_are_counted(echo, tmp_path, capsys) -> None:
-    loads = Load(6, 20, 12, concurrency=3), Load(4, 20, 5, rate=200.0, spread=0.4)
+    loads = LoadShape(6, 20, 12, concurrency=3), LoadShape(4, 20, 5, rate=200.0, spread=0.4)
     bench_serve.run(request(echo.url, *loads), tmp_path / "out" / "serve.json")
     closed, open_ = json.loads((tmp_path / "out" / "serve.json").read_text())
     assert (closed["requests"], closed["failed"], closed["concurrency"], closed["rate"]) == (6, 0, 3, None)
@@ -64,7 +64,7 @@ def test_all_tokens_are_counted(echo, tmp_path, capsys) -> None:
 
 
 def test_no_more_requests_are_in_flight_than_asked(echo) -> None:
-    answers, _ = LoadClient(echo.url, "key").run("echo", Load(9, 10, 8, concurrency=2), lambda _n: None)
+    answers, _ = LoadClient(echo.url, "key").run("echo", LoadShape(9, 10, 8, concurrency=2), lambda _n: None)
     moments = [(a.sent, 1) for a in answers] + [(a.ended, -1) for a in answers]
     running_now, most = 0, 0
     for _, change in sorted(moments):
@@ -74,7 +74,7 @@ def test_no_more_requests_are_in_flight_than_asked(echo) -> None:
 
 
 def test_refused_requests_are_shown_and_the_others_count(echo, capsys) -> None:
-    load = Load(8, input_len=CONTEXT, output_len=4, concurrency=4, spread=1.0)
+    load = LoadShape(8, input_len=CONTEXT, output_len=4, concurrency=4, spread=1.0)
     bench_serve.run(request(echo.url, load), None)
     shown = capsys.readouterr().out
     assert "failed: 400" in shown
@@ -82,11 +82,11 @@ def test_refused_requests_are_shown_and_the_others_count(echo, capsys) -> None:
 
 def test_what_is_wrong_is_said(echo) -> None:
     with pytest.raises(LoadError, match="answers 401; give --api-key"):
-        list(bench_serve.measure(request(echo.url, Load(1, 1, 1), api_key=None)))
+        list(bench_serve.measure(request(echo.url, LoadShape(1, 1, 1), api_key=None)))
     with pytest.raises(
         LoadError, match="no OpenAI server answers at http://127.0.0.1:1 .* start one with kt serve"
     ):
-        list(bench_serve.measure(request("http://127.0.0.1:1", Load(1, 1, 1))))
+        list(bench_serve.measure(request("http://127.0.0.1:1", LoadShape(1, 1, 1))))
     with (
         pytest.raises(LoadError, match=r"kt serve ended with 1:(.|\n)*nonsense does not exist"),
         own_server("nonsense", ()),
@@ -110,8 +110,8 @@ def test_prompts_of_a_file(tmp_path) -> None:
     texts = read_prompts(file, None)
     assert texts == (("What is rain?", 7), ("Count.", 1))
     assert [length for _, length in read_prompts(file, 5)] == [5, 5]
-    sent = prompts_of(Load(5, 1, 1, texts=texts, seed=3))
-    assert sent == prompts_of(Load(5, 1, 1, texts=texts, seed=3)) and set(sent) == set(texts)
+    sent = prompts_of(LoadShape(5, 1, 1, texts=texts, seed=3))
+    assert sent == prompts_of(LoadShape(5, 1, 1, texts=texts, seed=3)) and set(sent) == set(texts)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "[1]", '{"conversations": []}'])
@@ -126,7 +126,7 @@ def test_a_file_of_another_form_is_refused(tmp_path, text: str) -> None:
 
 def test_texts_are_sent_and_counted(echo, tmp_path) -> None:
     """The echo model has a token for each letter; usage says how many."""
-    load = Load(4, 999, 999, concurrency=2, texts=(("What is rain?", 7), ("Count.", 5)))
+    load = LoadShape(4, 999, 999, concurrency=2, texts=(("What is rain?", 7), ("Count.", 5)))
     bench_serve.run(request(echo.url, load), tmp_path / "serve.json")
     (row,) = json.loads((tmp_path / "serve.json").read_text())
     assert (row["requests"], row["failed"], row["output_len"]) == (4, 0, 6)

@@ -56,9 +56,9 @@ def test_a_line_says_what_the_governor_chose_and_believed() -> None:
 def test_a_forced_acceptance_is_what_comes_out(tiny_models, tmp_path: Path, short_tasks, monkeypatch) -> None:
     """All guesses right: with 3 guesses a step has 4 tokens; none right: one."""
     seen = []
-    ratios = bench_speculation._Turns.ratios
+    ratios = bench_speculation._TimedAnswers.ratios
     monkeypatch.setattr(
-        bench_speculation._Turns, "ratios", lambda self, a: seen.append(ratios(self, a)) or seen[-1]
+        bench_speculation._TimedAnswers, "ratios", lambda self, a: seen.append(ratios(self, a)) or seen[-1]
     )
     line = "--speculative NGRAM --no-governor --acceptance 0 --acceptance 1 --steps 33 --repeats 1 --threads 1"
     found = rows(tmp_path, str(tiny_models["qwen3_moe"]), *line.split(), "--speculative-num-steps", "3")

@@ -126,14 +126,14 @@ def test_answers_are_told_and_steps_are_fewer(small, tmp_path: Path, monkeypatch
     """All right: four tokens a step; none right: one, as without guesses."""
     steps: dict[tuple[str, float], int] = {}
     answer: list[int] = []
-    timed, step = told_turns.Turns.timed, Engine.step
+    timed, step = told_turns.TimedTurns.timed, Engine.step
 
     def watched(self: Engine) -> list[TokenOutput]:
         outputs = step(self)
         answer.extend(token for output in outputs for token in output.token_ids)
         return outputs
 
-    def counted(self: told_turns.Turns, engine: Engine) -> told_turns.Timed:
+    def counted(self: told_turns.TimedTurns, engine: Engine) -> told_turns.Timed:
         before = engine.stats().steps
         answer.clear()
         found = timed(self, engine)
@@ -144,7 +144,7 @@ def test_answers_are_told_and_steps_are_fewer(small, tmp_path: Path, monkeypatch
         return found
 
     monkeypatch.setattr(Engine, "step", watched)
-    monkeypatch.setattr(told_turns.Turns, "timed", counted)
+    monkeypatch.setattr(told_turns.TimedTurns, "timed", counted)
     line = "--config small --layers 3 --overlap 0.25 --acceptance 0 --acceptance 1 --no-governor --fixed 3 --steps 33"
     rows(tmp_path, line + " --batch 1")
     assert steps == {("plain", 0.0): 33, ("guessing", 0.0): 33, ("guessing", 1.0): 9}
@@ -169,7 +169,7 @@ def test_routing_is_told_to_made_up_weights_alone() -> None:
     assert isinstance(done.exception, ConfigError) and "--config" in str(done.exception)
 
 
-def asked(**flags: Any) -> told_rows.Request:
+def asked(**flags: Any) -> told_rows.ScriptedFlags:
     known = {
         "speculative": "NGRAM", "config": "small", "fmt": None, "gpu_share": None, "batch": [4], "acceptance": None,
         "overlap": 0.5, "num_steps": 3, "governor": True, "fixed": None, "layers": 3, "context": 40, "steps": 8,

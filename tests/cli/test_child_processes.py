@@ -18,13 +18,13 @@ from tandem.cli.serve import prepare_in_a_child
 from tandem.engine.grammar.process import Cancellation, CompilerProcess
 from tandem.engine.grammar.vocabulary import Vocabulary
 from tandem.engine.protocol import Grammar
-from tandem.engine.text.chat_template import ChatTemplate
-from tandem.engine.text.token_table import TokenTable
 from tandem.flags.engine_config import EngineConfig
 from tandem.server.engine_client import EngineClient
 from tandem.server.metrics import ServerMetrics
 from tandem.server.prompts.template_process import TemplateProcess
 from tandem.server.supervisor import EngineSupervisor
+from tandem.text.chat_template import ChatTemplate
+from tandem.text.token_table import TokenTable
 
 SOURCE = Path(tandem.__file__).parent
 IMPORTED = ("json", "msgspec", "ctypes", "zmq")  # each of the children imports some of them

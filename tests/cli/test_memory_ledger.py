@@ -15,7 +15,7 @@ from tandem.architectures.load import config_from_dict
 from tandem.bench.memory_ledger import Taken, anonymous_bytes, memory_columns, planned
 from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
 from tandem.engine.sampling.graph_masks import GraphMasks
-from tandem.experts.eager_copies import Copies
+from tandem.experts.eager_copies import EagerCopies
 from tandem.experts.handoff_counts import HandoffSizes
 from tandem.formats.codes import WeightCodes
 from tandem.kernels.cpu import PackedExperts, PackedMatrix, Workspace
@@ -92,7 +92,7 @@ def test_dense_codes_take_what_is_planned(hidden: int, fmt: str) -> None:
 def test_what_the_handoff_pins_is_planned(late: bool) -> None:
     config, sizes = qwen3(2048, 768), HandoffSizes(16, 300, 2048, 8, late)
     share = HostShare(10, 1000, 3, step_tokens=300, graph_sizes=(4, 16), pages=0, top_k=8, live=True, late=late)
-    host, copies = host_memory(config, share), Copies(sizes, torch.device("cpu"))
+    host, copies = host_memory(config, share), EagerCopies(sizes, torch.device("cpu"))
     pinned = [t for t in vars(copies).values() if isinstance(t, torch.Tensor) and t is not copies._there]
     mailbox = _core.mailbox_offsets(sizes.mailbox_tokens, sizes.hidden, sizes.top_k, late)[-1]
     assert host.handoff == sum(pinned_bytes(t.nbytes) for t in pinned) + pinned_bytes(mailbox)

@@ -15,7 +15,7 @@ from recorded_steps import Steps
 from tandem.bench.placement.traces import TraceShape, load_trace
 from tandem.cli.app import app
 from tandem.errors import ConfigError
-from tandem.experts.usage.recorder import Rows
+from tandem.experts.usage.recorder import RecordedRows
 from tandem.experts.usage.usage_file import UsageRecord, write_usage
 from tandem.experts.usage.usage_summary import by_chance, summary
 
@@ -113,7 +113,7 @@ def test_a_cell_shows_the_most_used_of_its_experts(tmp_path: Path) -> None:
 def test_json_and_picture(tmp_path: Path) -> None:
     steps = Steps(tmp_path, mode="per_token", gpu_experts=True)
     steps.recorder.start()
-    ids = torch.cat([steps.run(Rows(0, 0, 8)), steps.run(Rows(0, 8, 3))])
+    ids = torch.cat([steps.run(RecordedRows(0, 0, 8)), steps.run(RecordedRows(0, 8, 3))])
     file = steps.recorder.dump().result(120)
     shown = show(file, "--json", "--png", tmp_path / "out" / "x.png")
     assert shown.exit_code == 0, shown.output
@@ -144,6 +144,6 @@ def test_a_recorded_stream_is_a_trace(tmp_path: Path) -> None:
     """What per_token records is what `kt bench experts --routing FILE` reads."""
     steps = Steps(tmp_path, mode="per_token")
     steps.recorder.start()
-    ids = torch.cat([steps.run(Rows(0, 0, 8)), steps.run(Rows(0, 8, 3))])
+    ids = torch.cat([steps.run(RecordedRows(0, 0, 8)), steps.run(RecordedRows(0, 8, 3))])
     file = steps.recorder.dump().result(120)
     assert torch.equal(load_trace(str(file), TraceShape(11, 3, 7, 2)), ids.short())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.bench.step_bound import Ceilings, Turn, paired_share
+from tandem.bench.step_bound import StepCeilings, TimedTokens, paired_share
 from tandem.planner.forecast.bound import experts_seconds
 
 GB = 10**9
@@ -25,9 +25,9 @@ def test_a_share_compares_what_was_measured_together() -> None:
 
 
 def test_a_rows_bound_is_the_step_without_experts_and_the_slower_sides_bytes() -> None:
-    ceilings = Ceilings(step_seconds=0.002, gpu_gbps=4000)
-    fast = Turn(tokens=10, used=4800, hits=480, seconds=0.125, dram_gbps=108)
-    slow = Turn(tokens=10, used=4800, hits=480, seconds=0.220, dram_gbps=54)
+    ceilings = StepCeilings(step_seconds=0.002, gpu_gbps=4000)
+    fast = TimedTokens(tokens=10, used=4800, hits=480, seconds=0.125, dram_gbps=108)
+    slow = TimedTokens(tokens=10, used=4800, hits=480, seconds=0.220, dram_gbps=54)
     assert ceilings.bound(fast, 10**6) == pytest.approx(0.002 + 432e6 / 108e9 / 1)
     row = ceilings.columns([fast, fast, slow], 10**6)
     assert row["bound_tok_s"] == pytest.approx(1 / 0.006, abs=0.01)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tandem.errors import ConfigError
-from tandem.flags.engine_config import FLAGS, EngineConfig
+from tandem.flags.engine_config import FLAGS, FORMER, EngineConfig
 from tandem.flags.foreign_flags import FOREIGN
 
 # The names that users already type; a copy on purpose, so that a renamed flag fails here.
@@ -35,7 +35,7 @@ def test_every_public_flag_is_declared_once(spelling: str) -> None:
 
 
 def test_every_field_is_a_flag_with_help() -> None:
-    names = {f.name for f in dataclasses.fields(EngineConfig)} - {"given"}
+    names = {f.name for f in dataclasses.fields(EngineConfig)} - {"given", "former"}
     assert names == {f.name for f in FLAGS}
     assert all(f.help.endswith(".") and len(f.help) < 70 for f in FLAGS)
 
@@ -156,6 +156,18 @@ def test_flags_that_change_nothing_say_so(argv: list[str]) -> None:
 
 def test_flags_that_matter_and_flags_left_out_say_nothing() -> None:
     assert EngineConfig.from_args(["demo", "--kt-method", "INT4", "--port", "30000", "--tp", "1"]).notices() == []
+
+
+@pytest.mark.parametrize("words", [["--spared-multiprocessors", "8"], ["--spared-multiprocessors=8"]])
+def test_an_older_spelling_works_and_says_the_new_one(words: list[str]) -> None:
+    notice = "--spared-multiprocessors is now --prefill-reserved-sms; the next release no longer takes the old name"
+    typed = EngineConfig.from_args(["demo", *words])
+    keyword = EngineConfig.from_keywords("demo", spared_multiprocessors=8)
+    assert [(c.prefill_reserved_sms, c.notices()) for c in (typed, keyword)] == [(8, [notice])] * 2
+    assert EngineConfig.from_args(["demo", "--prefill-reserved-sms", "8"]).notices() == []
+    assert set(FORMER.values()) <= {f.name for f in FLAGS} and not {k for f in FLAGS for k in f.keywords} & set(FORMER)
+    with pytest.raises(ConfigError, match="is given twice"):
+        EngineConfig.from_keywords("demo", spared_multiprocessors=8, prefill_reserved_sms=8)
 
 
 def test_python_keywords() -> None:

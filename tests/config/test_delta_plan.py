@@ -39,8 +39,8 @@ def test_it_runs_on_the_gpu_with_its_experts() -> None:
 
 def test_states_are_in_the_gpus_ledger() -> None:
     """Three guesses need six more places for inputs: those of a step before are done again beside new ones."""
-    guesses = {"speculative_algorithm": "NGRAM", "speculative_num_steps": 3}
-    for flags, slot in (({}, SLOT), (guesses, SLOT + 6 * 6 * (8192 + 2 * 32) * 2)):
+    draft_tokens = {"speculative_algorithm": "NGRAM", "speculative_num_steps": 3}
+    for flags, slot in (({}, SLOT), (draft_tokens, SLOT + 6 * 6 * (8192 + 2 * 32) * 2)):
         plan = planned(max_running_requests=4, **flags)
         (ledger,) = [ledger for ledger in plan.ledgers if ledger.place == VRAM]
         entry = next(entry for entry in ledger.entries if entry.name == "states")

@@ -16,6 +16,7 @@ from tandem.flags.engine_config import EngineConfig
 from tandem.machine.machine import Machine
 from tandem.mechanisms.cost import cost_of
 from tandem.mechanisms.experts.shape import Experts
+from tandem.planner.choices import live_placement
 from tandem.planner.cuda_graphs import (
     CHUNK_KERNELS,
     GRAPH_BYTES,
@@ -255,10 +256,10 @@ def test_the_ledger_has_graphs_of_prompts_and_holds() -> None:
 def test_prompts_that_spare_multiprocessors_have_memory_of_their_own(gpu_gib: int, share: float) -> None:
     """Where none of the experts travels, prompts that run alone have other graphs, too."""
     flags, streamed, parts = {"positions": 32768, "kt_gpu_experts_ratio": share}, share < 1, 8 if share < 1 else 0
-    plain, p = (qwen3(gpu_gib, **flags, **more) for more in ({}, {"spared_multiprocessors": 16}))
+    plain, p = (qwen3(gpu_gib, **flags, **more) for more in ({}, {"prefill_reserved_sms": 16}))
     assert plain.gpu is not None and p.gpu is not None and p.gpu.prompt_sizes == plain.gpu.prompt_sizes
-    assert (plain.gpu.spared, p.gpu.spared) == (0, 16)
-    assert reason(p, "spared multiprocessors") == "--spared-multiprocessors"
+    assert (plain.gpu.reserved_sms, p.gpu.reserved_sms) == (0, 16)
+    assert reason(p, "reserved multiprocessors") == "--prefill-reserved-sms"
     entries = {entry.name: entry.nbytes for entry in p.ledgers[0].entries}
     assert entries["prompt graphs"] == prompt_graph_bytes(QWEN3, p.gpu.prompt_sizes, parts, 16)
     assert p.ledgers[0].total_bytes <= p.ledgers[0].budget_bytes
@@ -269,9 +270,9 @@ def test_prompts_that_spare_multiprocessors_have_memory_of_their_own(gpu_gib: in
 
 
 def test_nothing_is_spared_where_prompts_are_no_graphs() -> None:
-    p = qwen3(80, positions=32768, disable_cuda_graph=True, spared_multiprocessors=16)
-    assert p.gpu is not None and p.gpu.spared == 0
-    assert reason(p, "spared multiprocessors") == "prompts are not CUDA graphs here"
+    p = qwen3(80, positions=32768, disable_cuda_graph=True, prefill_reserved_sms=16)
+    assert p.gpu is not None and p.gpu.reserved_sms == 0
+    assert reason(p, "reserved multiprocessors") == "prompts are not CUDA graphs here"
 
 
 @pytest.mark.parametrize("gpu_gib", [16, 24, 32, 80])
@@ -335,6 +336,45 @@ def test_experts_move_only_between_two_sides(ratio: float, live: bool, why: str)
     assert why in reason(p, "live placement")
     still = plan(with_gpu(), kt_gpu_experts_ratio=ratio).gpu
     assert still is not None and not still.live
+
+
+@pytest.mark.parametrize(
+    ("flags", "live", "why"),
+    [
+        ({}, True, "where it pays; an expert's side decides its last bits"),
+        ({"disable_dynamic_expert_update": True}, False, "--disable-dynamic-expert-update"),
+        ({"enable_deterministic_inference": True}, False, "an expert's side decides"),
+        ({"map_experts": "always"}, False, "where the checkpoint has them"),
+    ],
+)
+def test_where_nobody_asks_experts_move_where_nothing_speaks_against_it(
+    monkeypatch: pytest.MonkeyPatch, flags: dict[str, object], live: bool, why: str
+) -> None:
+    monkeypatch.setattr(live_placement, "WHERE_IT_PAYS", True)
+    p = plan(with_gpu(), kt_gpu_experts_ratio=0.5, **flags)
+    assert p.gpu is not None and p.gpu.live == live and why in reason(p, "live placement")
+
+
+def test_a_spare_place_is_nobodys_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where moving was not asked for, it yields to memory that lacks the places."""
+    monkeypatch.setattr(live_placement, "WHERE_IT_PAYS", True)
+    per_expert = MODEL.expert_bytes("bf16")
+    for spare, live in ((15, False), (31, True)):
+        machine = replace(with_gpu(), available_memory=int((30 * 16 + spare) * per_expert / DEFAULT_FRACTION))
+        p = plan(machine, kt_gpu_experts_ratio=0.5)
+        assert p.gpu is not None and p.gpu.live == live
+        assert live or "no room for a spare place" in reason(p, "live placement")
+
+
+def test_moving_cannot_be_asked_for_and_forbidden() -> None:
+    with pytest.raises(ConfigError, match="opposites; leave one of the two out"):
+        plan(with_gpu(), kt_enable_dynamic_expert_update=True, disable_dynamic_expert_update=True)
+
+
+def test_moving_experts_leave_prompts_their_graphs() -> None:
+    p, still = (plan(with_gpu(), kt_gpu_experts_ratio=0.5, kt_enable_dynamic_expert_update=on) for on in (True, False))
+    assert p.gpu is not None and still.gpu is not None and p.gpu.live
+    assert p.gpu.ring_bytes and p.gpu.prompt_sizes == still.gpu.prompt_sizes != ()
 
 
 def test_moving_experts_takes_a_spare_place_per_layer() -> None:
@@ -438,7 +478,7 @@ def test_flags_and_gpus_that_change_nothing_are_named(tmp_path: Path) -> None:
     two = with_gpu()
     two = replace(two, gpus=(two.gpus[0], replace(two.gpus[0], number=1, name="L40")))
     (line,) = plan(two).notices
-    assert line.startswith("GPU 1 (L40) not used: a model is not divided among unequal GPUs, as H100 and these are")
+    assert line.startswith("GPU 1 (L40) not used: one is used; --pipeline-parallel-size 2 gives unequal GPUs")
     (line,) = plan(with_gpu(), kt_num_gpu_experts=1000).notices
     assert line == "--kt-num-gpu-experts 1000: the model has 32 per layer, so all of them are meant"
     (line,) = plan(with_gpu(), init_expert_location=str(tmp_path / "x.pt")).notices

@@ -285,8 +285,9 @@ def test_gpu_flags_without_a_gpu_say_that_they_change_nothing(flags: dict[str, o
 
 WISHES = {
     "kt_num_gpu_experts": 8, "kt_gpu_experts_ratio": 0.5, "kt_enable_dynamic_expert_update": True,
+    "disable_dynamic_expert_update": True,
     "attention_backend": "flashinfer", "disable_expert_foresight": True, "record_kt_gpu_expert_distribution": True,
-    "init_expert_location": "/no/such/file", "spared_multiprocessors": 16,
+    "init_expert_location": "/no/such/file", "prefill_reserved_sms": 16,
 }  # fmt: skip
 
 

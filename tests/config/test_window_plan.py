@@ -35,7 +35,7 @@ def planned(on_gpu: bool, **flags: object) -> Plan:
 @pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
 def test_windows_have_pages_of_their_own(on_gpu: bool) -> None:
     plan = planned(on_gpu, max_running_requests=4, chunked_prefill_size=512, max_total_tokens=32768)
-    layout = MODEL.state_layout(plan.dtype, plan.page_size, plan.guesses)
+    layout = MODEL.state_layout(plan.dtype, plan.page_size, plan.draft_tokens)
     assert (plan.num_pages, plan.num_window_pages) == (2048, layout.window_pages(4, 512))
     assert 4 * 128 // 16 < plan.num_window_pages < 200
     assert layout.token_bytes == 2 * TOKEN and layout.window_token_bytes == TOKEN
@@ -62,7 +62,7 @@ def test_what_windows_spare_holds_other_tokens() -> None:
 def test_windows_hold_a_step_of_any_length(on_gpu: bool) -> None:
     """Also where experts travel, whose steps are longer."""
     plan = planned(on_gpu, max_running_requests=2, max_total_tokens=65536, kt_num_gpu_experts=1 if on_gpu else None)
-    layout = MODEL.state_layout(plan.dtype, plan.page_size, plan.guesses)
+    layout = MODEL.state_layout(plan.dtype, plan.page_size, plan.draft_tokens)
     assert layout.window_pages(2, plan.max_step_tokens) <= plan.num_window_pages < plan.num_pages
     assert (plan.max_step_tokens == 8192) == on_gpu
 

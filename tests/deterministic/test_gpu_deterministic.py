@@ -12,11 +12,11 @@ from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_cuda, needs_triton
 from tandem import LLM, SamplingParams, _core
 from tandem.formats.reference import stored
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.which import Reads, Way, gpu_way
+from tandem.kernels.which import ExpertPath, Reads, gpu_way
 from tiny import VOCAB
 
 if AVAILABLE:
-    from tandem.kernels.gpu.fixed.product import fixed_product
+    from tandem.kernels.gpu.fixed_product import fixed_product
     from tandem.kernels.gpu.ops import GpuOps
 
 pytestmark = [pytest.mark.gpu, needs_triton]
@@ -69,8 +69,8 @@ def test_matrices_and_experts_have_rows_of_their_own(fmt: str) -> None:
 
 
 def test_many_rows_take_the_way_of_few() -> None:
-    assert gpu_way(1000, 8000, 8, Reads(True, True, each_row=True)) is Way.MMA
-    assert gpu_way(1000, 8000, 8, Reads(False, True, each_row=True)) is Way.ROWS
+    assert gpu_way(1000, 8000, 8, Reads(True, True, each_row=True)) is ExpertPath.MMA
+    assert gpu_way(1000, 8000, 8, Reads(False, True, each_row=True)) is ExpertPath.ROWS
 
 
 def answers(path, asked: list[list[int]], share: float, calls: int = 1, **flags: Any) -> list[tuple[list[int], Any]]:

@@ -6,24 +6,24 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.engine.protocol import SamplingParams
+from tandem.engine.protocol import SamplingSettings
 from tandem.engine.sampling.logits import DeviceLogits, HostLogits, HostRows, best_of
 from tandem.engine.sampling.masks import bits_of
 from tandem.engine.sequence import Sequence
 
 CPU, VOCAB = torch.device("cpu"), 50
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = SamplingSettings(temperature=0.0)
 OTHERS = [
-    SamplingParams(temperature=0.0, logprobs=2),
-    SamplingParams(temperature=0.0, logit_bias={3: 50.0}),
-    SamplingParams(temperature=0.0, min_tokens=4),
-    SamplingParams(temperature=0.0, repetition_penalty=1.5),
-    SamplingParams(temperature=0.0, dry_multiplier=1.0),
-    SamplingParams(temperature=1.0),
+    SamplingSettings(temperature=0.0, logprobs=2),
+    SamplingSettings(temperature=0.0, logit_bias={3: 50.0}),
+    SamplingSettings(temperature=0.0, min_tokens=4),
+    SamplingSettings(temperature=0.0, repetition_penalty=1.5),
+    SamplingSettings(temperature=0.0, dry_multiplier=1.0),
+    SamplingSettings(temperature=1.0),
 ]
 
 
-def sequence(params: SamplingParams) -> Sequence:
+def sequence(params: SamplingSettings) -> Sequence:
     return Sequence("a", 0, [1, 2, 3, 1, 2], params, arrival=1, max_len=20, page_size=4, seed=3)
 
 
@@ -59,7 +59,7 @@ def test_the_best_of_a_row_needs_no_look_at_it() -> None:
 
 
 @pytest.mark.parametrize("params", OTHERS, ids=str)
-def test_other_rows_are_looked_at(params: SamplingParams) -> None:
+def test_other_rows_are_looked_at(params: SamplingSettings) -> None:
     """Alone, and among rows whose best is taken; a mask is heeded, too."""
     array = rows(5)
     for asked in ([params], [GREEDY, params], [params, GREEDY, GREEDY]):

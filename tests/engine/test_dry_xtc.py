@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.engine.protocol import SamplingParams
+from tandem.engine.protocol import SamplingSettings
 from tandem.engine.sampling import on_device
 from tandem.engine.sampling.dry import LONGEST, dry_penalties
 from tandem.engine.sampling.logits import DeviceLogits, HostLogits, HostRows, best_of
@@ -26,14 +26,14 @@ def random_row(seed: int, vocab: int = VOCAB, spread: float = 3.0) -> np.ndarray
     return np.random.default_rng(seed).normal(0, spread, vocab).astype(np.float32)
 
 
-def sequence(params: SamplingParams, tokens: list[int], seed: int = 0) -> Sequence:
+def sequence(params: SamplingSettings, tokens: list[int], seed: int = 0) -> Sequence:
     return Sequence("r", 0, tokens, params, arrival=0, max_len=300_000, page_size=16, seed=seed)
 
 
 # --- DRY
 
 
-def plain_dry(tokens: list[int], params: SamplingParams) -> dict[int, float]:
+def plain_dry(tokens: list[int], params: SamplingSettings) -> dict[int, float]:
     """Every earlier place, one after the other, extended token by token."""
     if params.dry_penalty_last_n >= 0:
         tokens = tokens[max(0, len(tokens) - params.dry_penalty_last_n) :]
@@ -62,7 +62,7 @@ def plain_dry(tokens: list[int], params: SamplingParams) -> dict[int, float]:
     st.sets(st.integers(0, 3), max_size=2),
 )  # fmt: skip
 def test_dry_against_the_definition(tokens, allowed, last_n, breakers) -> None:
-    params = SamplingParams(
+    params = SamplingSettings(
         dry_multiplier=0.8, dry_allowed_length=allowed, dry_penalty_last_n=last_n, dry_breakers=tuple(breakers)
     )
     ids, penalties = dry_penalties(sequence(params, tokens))
@@ -80,7 +80,7 @@ def test_dry_against_the_definition(tokens, allowed, last_n, breakers) -> None:
 def test_dry_token_by_token(pieces, allowed, last_n, breakers) -> None:
     """What is kept from token to token, or from one piece to the next, is what a fresh look finds: of texts shorter
     and longer than what counts of a repetition."""
-    params = SamplingParams(
+    params = SamplingSettings(
         dry_multiplier=0.8, dry_allowed_length=allowed, dry_penalty_last_n=last_n, dry_breakers=tuple(breakers)
     )
     kept = sequence(params, pieces[0])
@@ -100,7 +100,7 @@ def test_a_token_costs_dry_its_own_places_only(monkeypatch) -> None:
         Repetitions, "_lengths_at", lambda self, places: (looked.append(len(places)), plain(self, places))[1]
     )
     text = [int(i) for i in np.random.default_rng(0).integers(0, 900, 200_000)]
-    long = sequence(SamplingParams(dry_multiplier=0.8), text)
+    long = sequence(SamplingSettings(dry_multiplier=0.8), text)
     dry_penalties(long)
     looked.clear()
     for token in text[1000:1020]:
@@ -114,14 +114,14 @@ def test_dry_breaks_a_loop_that_greedy_decoding_would_not_leave() -> None:
     row = np.zeros((1, VOCAB), dtype=np.float32)
     loop = [1, 2, 3, 4] * 20
     row[0, 1], row[0, 7] = 10.0, 9.0
-    greedy, dry = SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, dry_multiplier=0.8)
+    greedy, dry = SamplingSettings(temperature=0.0), SamplingSettings(temperature=0.0, dry_multiplier=0.8)
     for params, token in ((greedy, 1), (dry, 7)):
         for logits in (HostLogits(row), device_logits(row)):
             assert logits.chosen([0], [sequence(params, loop)], ())[0].token_id == token
 
 
 def test_a_long_repetition_leaves_finite_logits() -> None:
-    params = SamplingParams(dry_multiplier=100.0, dry_base=100.0, dry_allowed_length=1)
+    params = SamplingSettings(dry_multiplier=100.0, dry_base=100.0, dry_allowed_length=1)
     _, penalties = dry_penalties(sequence(params, [5] * 3000))
     assert penalties.tolist() == [1e4]
 
@@ -159,7 +159,7 @@ def softmax(row: np.ndarray) -> np.ndarray:
 def test_typical_p_against_the_definition(seed, mass) -> None:
     row = random_row(seed)
     row[:10] = -np.inf  # a mask's
-    kept = narrowed(row, SamplingParams(typical_p=mass), 1.0)
+    kept = narrowed(row, SamplingSettings(typical_p=mass), 1.0)
     assert set(kept.tolist()) == plain_typical(softmax(row), mass) and list(kept) == sorted(kept)
 
 
@@ -169,31 +169,31 @@ def test_typical_p_as_in_transformers(mass) -> None:
     for seed in range(10):
         row = random_row(seed)
         theirs = warper(None, torch.from_numpy(row)[None])[0].isfinite().nonzero().flatten().tolist()
-        assert narrowed(row, SamplingParams(typical_p=mass), 1.0).tolist() == theirs
+        assert narrowed(row, SamplingSettings(typical_p=mass), 1.0).tolist() == theirs
 
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("threshold", [0.01, 0.1, 0.3])
 def test_xtc_against_the_definition(seed, threshold) -> None:
     row = random_row(seed, spread=4.0)
-    params = SamplingParams(xtc_probability=0.5, xtc_threshold=threshold)
+    params = SamplingSettings(xtc_probability=0.5, xtc_threshold=threshold)
     assert set(narrowed(row, params, 0.4).tolist()) == plain_xtc(softmax(row), threshold)
     assert len(narrowed(row, params, 0.5)) == len(row)  # the coin says no
 
 
 def test_xtc_acts_as_often_as_it_should() -> None:
-    params, thrown = SamplingParams(xtc_probability=0.3), 4000
+    params, thrown = SamplingSettings(xtc_probability=0.3), 4000
     coins = [coin_of(sequence(params, [1] * (1 + i % 50), seed=i)) for i in range(thrown)]
     share = sum(coin < 0.3 for coin in coins) / thrown
     assert abs(share - 0.3) < 5 * math.sqrt(0.3 * 0.7 / thrown)
     assert coin_of(sequence(params, [1, 2], seed=3)) != uniform(3, 0, 2)  # not the number that chooses
-    assert coin_of(sequence(SamplingParams(), [1, 2])) == 1.0
+    assert coin_of(sequence(SamplingSettings(), [1, 2])) == 1.0
 
 
 def test_typical_p_comes_before_xtc_and_both_behind_the_others() -> None:
     row = random_row(1, spread=1.8)
-    params = SamplingParams(top_k=30, top_p=0.95, typical_p=0.9, xtc_probability=1.0, xtc_threshold=0.05)
-    base = SamplingParams(top_k=30, top_p=0.95)
+    params = SamplingSettings(top_k=30, top_p=0.95, typical_p=0.9, xtc_probability=1.0, xtc_threshold=0.05)
+    base = SamplingSettings(top_k=30, top_p=0.95)
     grid = np.linspace(0, 1 - 2**-53, 3000)
     left = sorted({draw(row, base, u, row.max()) for u in grid})
     probabilities = softmax(row[left])
@@ -223,7 +223,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_candidates_choose_the_same_tokens(case) -> None:
     rows = np.stack([random_row(seed) for seed in range(60)])
-    sequences = [sequence(SamplingParams(**case), [1, 2, 3, 1, 2], seed=seed) for seed in range(60)]
+    sequences = [sequence(SamplingSettings(**case), [1, 2, 3, 1, 2], seed=seed) for seed in range(60)]
     places = list(range(60))
     host = HostLogits(rows).chosen(places, sequences, ())
     assert device_logits(rows).chosen(places, sequences, ()) == host
@@ -233,7 +233,7 @@ def test_candidates_suffice_where_other_filters_leave_few(monkeypatch) -> None:
     """Rows are not fetched whole then."""
     rows = np.stack([random_row(seed) for seed in range(20)])
     for case in ({"min_p": 0.05}, {"top_k": 50}, {"top_p": 0.8}):
-        params = SamplingParams(xtc_probability=0.5, typical_p=0.9, **case)
+        params = SamplingSettings(xtc_probability=0.5, typical_p=0.9, **case)
         sequences = [sequence(params, [1, 2], seed=seed) for seed in range(20)]
         tensor = torch.from_numpy(rows)
         chosen = on_device.choose(tensor.__getitem__, best_of(tensor).numpy(), sequences)

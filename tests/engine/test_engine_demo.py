@@ -76,7 +76,7 @@ def test_the_server_s_prompts_and_the_library_s_are_the_same(parts) -> None:
     try:
         for said, goes_on in ((("user", evil),), False), ((("user", evil), ("assistant", "1, 2, ")), True):
             conversation = Conversation(tuple(Message(*one) for one in said), continue_final_message=goes_on)
-            wanted = asyncio.run(chat.prepare(conversation, protocol.SamplingParams())).prompt_ids
+            wanted = asyncio.run(chat.prepare(conversation, protocol.SamplingSettings())).prompt_ids
             messages = [{"role": role, "content": content} for role, content in said]
             params = SamplingParams(max_tokens=1, temperature=0)
             [found] = llm(parts).chat(messages, params, continue_final_message=goes_on)

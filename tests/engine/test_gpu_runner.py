@@ -99,7 +99,7 @@ def test_a_batch_says_how_many_rows_decode(lengths: tuple[int, ...], single: int
 
 def test_rows_of_guesses_are_sequences_of_one_row() -> None:
     """Each sees what is before it in its own sequence, as rows that decode do; a step without guesses is as ever."""
-    two = [chunk(17, 1), chunk(30, 4)._replace(logits=4, guesses=(5, 6, 7))]
+    two = [chunk(17, 1), chunk(30, 4)._replace(logits=4, draft_tokens=(5, 6, 7))]
     two[0].sequence.slot, two[1].sequence.slot = 3, 9
     two[1].sequence.tokens = two[1].sequence.tokens[:31]
     two[1].sequence.page_table = np.arange(10, 14, dtype=np.int32)
@@ -118,11 +118,11 @@ def test_rows_of_guesses_are_sequences_of_one_row() -> None:
 
 def test_a_batch_that_is_moved_loses_nothing() -> None:
     """Rows that are no drafts, too: a recurrent state would take drafts for tokens."""
-    chunks = [chunk(17, 1), chunk(30, 4)._replace(logits=4, guesses=(5, 6, 7))]
+    chunks = [chunk(17, 1), chunk(30, 4)._replace(logits=4, draft_tokens=(5, 6, 7))]
     for each in chunks:
         each.sequence.folded_len = each.sequence.computed_len
         each.sequence.window_table = np.arange(4, 8, dtype=np.int32)
-    source = BatchArrays(16, 64, guessing=True, windowed=True).fill(chunks)
+    source = BatchArrays(16, 64, speculative=True, windowed=True).fill(chunks)
     assert source.sure is not None and source.folded is not None and source.windows is not None
     copy = moved(source, torch.device("cpu"))
     for one, other in ((source, copy), (source.windowed, copy.windowed)):
@@ -145,7 +145,7 @@ def test_rows_lie_where_their_pages_are(first: int, count: int) -> None:
 
 def test_a_row_s_mask_is_known_once_the_guess_before_it_has_come() -> None:
     masks = [bits_of({i}, VOCAB) for i in range(2)]
-    two = [chunk(17, 1), chunk(30, 3)._replace(logits=3, guesses=(5, 6))]
+    two = [chunk(17, 1), chunk(30, 3)._replace(logits=3, draft_tokens=(5, 6))]
     for each, mask in zip(two, masks, strict=True):
         each.sequence.matcher = SimpleNamespace(place=mask)
     assert [None if m is None else m.tolist() for m in _masks(two)] == [
@@ -167,20 +167,20 @@ def test_experts_move_after_wrong_guesses_are_no_longer_counted() -> None:
         HostRows(torch.device("cpu")),
         cast(Any, SimpleNamespace(check=lambda: None)),
     )
-    runner._live = cast(Any, SimpleNamespace(after_step=lambda tokens, over: calls.append(("moved", tokens))))
-    for guessing, tokens in ((False, 4), (True, 3)):
-        runner._guessing = guessing
-        runner._done(torch.zeros(4, VOCAB), torch.zeros(4, 2), 4)
+    runner._live = cast(Any, SimpleNamespace(after_step=lambda over: calls.append(("moved", 0))))
+    for speculative, tokens in ((False, 4), (True, 3)):
+        runner._speculative = speculative
+        runner._done(torch.zeros(4, VOCAB), torch.zeros(4, 2))
         calls.append(("done", 4))
         runner.settled(tokens)
         runner.settled(tokens)
-    assert calls == [("moved", 4), ("done", 4), ("done", 4), ("moved", 3)]
+    assert calls == [("moved", 0), ("done", 4), ("done", 4), ("moved", 0)]
 
 
 def runner_on(device: str) -> GpuRunner:
     runner = GpuRunner.__new__(GpuRunner)
     runner._graphs = GraphPool()
-    runner._device, runner._live, runner._guessing = torch.device(device), None, False
+    runner._device, runner._live, runner._speculative = torch.device(device), None, False
     runner._model, runner._states, runner._usage = cast(Any, SimpleNamespace()), [], None
     runner._streams, runner._feeder = Streams(torch.device("cpu"), overlap=False), None
     runner._plan = GraphPlan((SIZE,), PAGES)
@@ -419,7 +419,7 @@ def test_a_graph_gets_what_it_waits_for_when_its_step_is_interrupted(monkeypatch
 def test_an_engine_starts_without_graphs_of_prompts_that_cannot_be_captured(
     monkeypatch, caplog, error
 ) -> None:
-    def fails(self: object, made: object, rows: int, split: bool, spares: bool) -> None:
+    def fails(self: object, made: object, rows: int, split: bool, reserve_sms: bool) -> None:
         captured.append(rows)
         raise error
 

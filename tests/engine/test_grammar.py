@@ -27,7 +27,7 @@ from tandem.engine.grammar.compiler import GrammarCompiler
 from tandem.engine.grammar.matcher import GrammarMatcher
 from tandem.engine.grammar.schema import check_schema
 from tandem.engine.grammar.utf8 import never_behind, no_texts
-from tandem.engine.protocol import GenerateRequest, Grammar, SamplingParams, TokenOutput
+from tandem.engine.protocol import GenerateRequest, Grammar, SamplingSettings, TokenOutput
 from tandem.engine.sampling.masks import bits_of, without_forbidden, without_forbidden_rows
 from tandem.errors import EngineError, RequestError
 
@@ -396,7 +396,7 @@ def test_equal_grammars_are_compiled_once_and_old_ones_forgotten(model, monkeypa
 
 def test_a_mask_is_made_when_it_is_asked_for_unless_the_answer_may_have_ended(model) -> None:
     """So it can be made while the next logits are computed. Where it is, is known before."""
-    matcher = GrammarMatcher(compiled_for(model, Grammar("regex", "ab([0-9]c?)?")), SamplingParams())
+    matcher = GrammarMatcher(compiled_for(model, Grammar("regex", "ab([0-9]c?)?")), SamplingSettings())
     place, first = matcher.place, allowed(matcher.place)
     for token, wanted in zip(b"a7", [None, set(b"c") | {EOS}], strict=True):
         matcher.accept(token)
@@ -411,7 +411,7 @@ def test_a_mask_is_made_when_it_is_asked_for_unless_the_answer_may_have_ended(mo
 
 def test_masks_follow_the_answer(model) -> None:
     """Also those of rows of guesses: each is taken before the next mask is asked for."""
-    matcher = GrammarMatcher(compiled_for(model, Grammar("regex", "ab[0-9]")), SamplingParams())
+    matcher = GrammarMatcher(compiled_for(model, Grammar("regex", "ab[0-9]")), SamplingSettings())
     wanted = [{ord("a"), 258 + PIECES.index("ab")}, {ord("b")}, {*b"0123456789"}]
     for token, expected in zip(b"ab7", wanted, strict=True):
         assert not matcher.ended and allowed(matcher.mask) == expected

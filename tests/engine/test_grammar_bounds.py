@@ -30,10 +30,10 @@ from tandem.engine.grammar.process import Cancellation, CompilerProcess, allowed
 from tandem.engine.grammar.vocabulary import Vocabulary
 from tandem.engine.grammar.worker import MOST_THREADS, threads_on
 from tandem.engine.llm import LLM
-from tandem.engine.protocol import Grammar, SamplingParams
+from tandem.engine.protocol import Grammar, SamplingSettings
 from tandem.engine.sampling.masks import allows, bits_but, bits_of
-from tandem.engine.text.token_table import TokenTable
 from tandem.errors import BusyError, EngineError, RequestError
+from tandem.text.token_table import TokenTable
 
 TOKENS = 20_000
 DIGITS = Grammar("regex", "[0-9]{3}")
@@ -111,7 +111,7 @@ def test_one_that_turns_out_ambiguous_ends_its_answer(large) -> None:
     """And is refused from then on. What it takes until then is near the bound, not many times that."""
     one = large.ask(LATE)
     one.future.result(240)
-    matcher, began = GrammarMatcher(large.take(one), SamplingParams()), time.thread_time()
+    matcher, began = GrammarMatcher(large.take(one), SamplingSettings()), time.thread_time()
     for _ in range(90):
         matcher.accept(ord("7"))
     with pytest.raises(GrammarTooSlow, match="ambiguous"):
@@ -261,7 +261,7 @@ def test_a_list_of_prompts_may_have_more_grammars(model, monkeypatch) -> None:
     """In one's own process the others wait: nobody else is kept from anything."""
     monkeypatch.setattr(compiler, "MOST_SMALL_WAITING", 1)
     patterns = [f"{letter}[0-9]{{2}}" for letter in "pqrstu"]
-    params = [SamplingParams(grammar=Grammar("regex", each)) for each in patterns]
+    params = [SamplingSettings(grammar=Grammar("regex", each)) for each in patterns]
     made = LLM.from_engine(model).generate([[63]] * len(patterns), params, progress=False)
     for each, pattern in zip(made, patterns, strict=True):
         assert re.fullmatch(pattern, each.text) and each.finish_reason == "stop"
@@ -479,7 +479,7 @@ def test_compiled_grammars_take_bounded_memory(model) -> None:
     made = beside(model).grammars._compiler
     size = compiled_by(made, "a").nbytes
     made._most_bytes = 2 * size + size // 2
-    users = [GrammarMatcher(compiled_by(made, pattern), SamplingParams()) for pattern in "bc"]
+    users = [GrammarMatcher(compiled_by(made, pattern), SamplingSettings()) for pattern in "bc"]
     assert {one.text for one in made._known} == {"b", "c"}
     with pytest.raises(EngineError, match="running requests take all of the"):
         compiled_by(made, "d")
@@ -512,7 +512,7 @@ def test_an_answer_that_has_ended_uses_no_grammar(model) -> None:
     for change in ({}, {"max_tokens": 1}, {"stop": ("1",), "logit_bias": {ord("1"): 99.0}}):
         run(model, request("x", DIGITS, n=3, **change))
     model.add(request("gone", DIGITS, n=2))
-    model.grammars._waiting[0][1].future.result(240)
+    model.grammars.waiting[0][1].future.result(240)
     model.step()
     known = model.grammars._compiler._known[DIGITS]
     assert len(known.compiled.users) == 2 and not known.idle
@@ -540,7 +540,7 @@ def test_no_token_goes_on() -> None:
     """A model without the letter that the grammar wants: an error, not whatever else is probable."""
     digits = tuple(str(i).encode() for i in range(10))
     made = GrammarCompiler(lambda: Vocabulary.of(TokenTable((*digits, b""), {10: "<eos>"}), 40, (10,)))
-    matcher = GrammarMatcher(compiled_by(made, "[0-9]?[0-9]x"), SamplingParams())
+    matcher = GrammarMatcher(compiled_by(made, "[0-9]?[0-9]x"), SamplingSettings())
     matcher.accept(3)
     matcher.accept(4)
     matcher.look_ahead()
@@ -551,7 +551,7 @@ def test_no_token_goes_on() -> None:
     with pytest.raises(EngineError, match="no token of this model continues"):
         matcher.accept(4)
     with pytest.raises(EngineError, match="no token of this model continues"):
-        GrammarMatcher(compiled_by(made, "x"), SamplingParams())
+        GrammarMatcher(compiled_by(made, "x"), SamplingSettings())
     made.close()
 
 

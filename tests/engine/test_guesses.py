@@ -87,8 +87,10 @@ def test_a_growing_text_is_followed(tokens, least: int, chance: random.Random) -
 def test_each_token_is_read_once(monkeypatch) -> None:
     """However long the text is, a new token costs one entry and a bounded number of comparisons."""
     compared = []
-    length = ngram._Text._length
-    monkeypatch.setattr(ngram._Text, "_length", lambda self, place: compared.append(place) or length(self, place))
+    length = ngram._SequenceText._length
+    monkeypatch.setattr(
+        ngram._SequenceText, "_length", lambda self, place: compared.append(place) or length(self, place)
+    )
     drafter, long = NGram(2, 16), text([i % 50 for i in range(3000)])
     drafter.propose(long, 7)
     entries = len(drafter._texts[long]._older)
@@ -112,8 +114,10 @@ def test_a_long_prompt_is_learnt_in_pieces(monkeypatch) -> None:
 def test_long_prompts_share_a_step(monkeypatch) -> None:
     """Together they learn no more than one alone."""
     learnt = []
-    index = ngram._Text._index
-    monkeypatch.setattr(ngram._Text, "_index", lambda self, end: learnt.append(end - self._known) or index(self, end))
+    index = ngram._SequenceText._index
+    monkeypatch.setattr(
+        ngram._SequenceText, "_index", lambda self, end: learnt.append(end - self._known) or index(self, end)
+    )
     drafter, texts = NGram(2, 16), [text(range(20_000)) for _ in range(16)]
     for each in texts:
         drafter.propose(each, 3)
@@ -251,9 +255,9 @@ def test_sequences_share_a_step_s_rows_by_their_chances() -> None:
         governor.learn(good, draft, [1, 1, 1, 1, 1])
         governor.learn(bad, draft, [0])
         governor.times.observe(2, 0, 1.0)
-    for guesses in (2, 4, 6):
+    for draft_tokens in (2, 4, 6):
         for _ in range(4):
-            governor.times.observe(2, guesses, 1.0 + 0.1 * guesses)
+            governor.times.observe(2, draft_tokens, 1.0 + 0.1 * draft_tokens)
     first, second = governor.widths([good, bad], [draft, draft], 64)
     assert first == 4 and second <= 1
     assert governor.widths([good, bad], [draft, None], 2) == [2, 0]
@@ -271,15 +275,16 @@ class Same(NGram):
         return Draft((1, 2)[:most], (3, 4)[:most])
 
 
-def turn_of(sequence, guesses: tuple[int, ...] = (), tokens: int = 1) -> SimpleNamespace:
-    return SimpleNamespace(sequence=sequence, chunk=Chunk(sequence, 1 + len(guesses), 1, guesses), tokens=tokens)
+def turn_of(sequence, draft_tokens: tuple[int, ...] = (), tokens: int = 1) -> SimpleNamespace:
+    chunk = Chunk(sequence, 1 + len(draft_tokens), 1, draft_tokens)
+    return SimpleNamespace(sequence=sequence, chunk=chunk, tokens=tokens)
 
 
 def test_only_the_step_that_was_asked_for_is_learnt_from() -> None:
     """Whatever else runs or fails in between, and once."""
     made = Speculation(Same(2, 4), "made up", 2, governed=False)
     first, second, other = (Text(tokens=[5, 1], answer_len=1, max_len=9, total_len=2) for _ in range(3))
-    assert made.guesses([first, second], 8, lambda sequence, n: True) == [(1, 2), (1, 2)]
+    assert made.draft_tokens([first, second], 8, lambda sequence, n: True) == [(1, 2), (1, 2)]
     made.ran([], 1.0)  # it failed
     made.ran([turn_of(other)], 1.0)  # a prompt
     made.ran([turn_of(first)], 1.0)
@@ -300,24 +305,24 @@ def plan_of(*argv: str, device: str = "cpu"):
 @pytest.mark.parametrize("rows", [2, 3, 4])
 def test_more_sequences_than_rows_get_no_guesses(rows: int) -> None:
     """`room` would be below 0: nobody is asked."""
-    asked = SimpleNamespace(guesses=lambda sequences, room: pytest.fail(f"asked for {room}"))
+    asked = SimpleNamespace(draft_tokens=lambda sequences, room: pytest.fail(f"asked for {room}"))
     scheduler = object.__new__(Scheduler)
-    scheduler._guesser, scheduler._most_guess_rows = asked, rows
+    scheduler._proposer, scheduler._most_draft_rows = asked, rows
     chunks = [Chunk(SimpleNamespace(), 1, 1)] * 4
-    assert scheduler._with_guesses(chunks) is chunks
+    assert scheduler._with_drafts(chunks) is chunks
 
 
 def test_flags_make_a_plan() -> None:
     assert plan_of().speculation is None
     asked = plan_of("--speculative-algorithm", "ngram").speculation
-    assert (asked.algorithm, asked.most_guesses, asked.governed) == ("NGRAM", 7, True)
+    assert (asked.algorithm, asked.most_draft_tokens, asked.governed) == ("NGRAM", 7, True)
     asked = plan_of("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4").speculation
-    assert asked.most_guesses == 3
+    assert asked.most_draft_tokens == 3
     line = "--speculative-algorithm NGRAM --speculative-num-steps 5 --speculative-num-draft-tokens 6"
     more = "--speculative-ngram-min-match-window-size 3 --disable-speculative-governor --speculative-eagle-topk 1"
     plan = plan_of(*line.split(), *more.split())
     asked = plan.speculation
-    assert (asked.most_guesses, asked.least_match, asked.longest_match, asked.governed) == (5, 3, 16, False)
+    assert (asked.most_draft_tokens, asked.least_match, asked.longest_match, asked.governed) == (5, 3, 16, False)
     assert [n for n in plan.notices if n.startswith("--speculative-eagle-topk changes nothing")]
     assert [d.value for d in plan.decisions if d.name == "speculation"] == ["NGRAM, up to 5 guesses a step"]
 

@@ -16,8 +16,8 @@ from tandem.engine.offline.input import RECOMMENDED, sampling_for_each
 from tandem.engine.protocol import Grammar
 from tandem.engine.start import progress
 from tandem.engine.start.sampling_defaults import FIELDS
-from tandem.engine.text.chat_template import ChatTemplate
 from tandem.errors import CheckpointError, ConfigError, EngineError, RequestError
+from tandem.text.chat_template import ChatTemplate
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 
@@ -170,16 +170,16 @@ def told(llm: LLM, sampling=None) -> list:
 
 def test_what_is_left_out_is_what_the_model_recommends() -> None:
     llm = LLM.from_engine(fake_engine())
-    assert told(llm) == [protocol.SamplingParams()]
+    assert told(llm) == [protocol.SamplingSettings()]
     llm.sampling_defaults = {"temperature": 0.0, "top_p": 0.5, "top_k": 7}
-    assert told(llm) == [protocol.SamplingParams(temperature=0.0, top_p=0.5, top_k=7)]
+    assert told(llm) == [protocol.SamplingSettings(temperature=0.0, top_p=0.5, top_k=7)]
     [given] = told(llm, SamplingParams(max_tokens=3, top_p=1.0))
     assert (given.temperature, given.top_p, given.top_k, given.max_tokens) == (0.0, 1.0, 7, 3)
-    explicit = protocol.SamplingParams(max_tokens=3)
+    explicit = protocol.SamplingSettings(max_tokens=3)
     assert told(llm, explicit) == [explicit]
     greedy = [llm.generate("BC", SamplingParams(max_tokens=6))[0].token_ids for _ in range(5)]
     assert greedy == [greedy_reference([2, 3], 6)] * 5
-    fields = set(protocol.SamplingParams.__struct_fields__)
+    fields = set(protocol.SamplingSettings.__struct_fields__)
     assert fields == set(SamplingParams.__struct_fields__) and set(FIELDS) == RECOMMENDED
 
 

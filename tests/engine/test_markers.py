@@ -13,11 +13,11 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
-from tandem.engine.protocol import SamplingParams
-from tandem.engine.text.detokenizer import TextStream
-from tandem.engine.text.markers import MarkerGuard
-from tandem.engine.text.tokenizer import Tokenizer
+from tandem.engine.protocol import SamplingSettings
 from tandem.errors import RequestError
+from tandem.text.detokenizer import TextStream
+from tandem.text.markers import MarkerGuard
+from tandem.text.tokenizer import Tokenizer
 
 TEXT = (Path(__file__).parents[2] / "docs" / "structure.md").read_text(encoding="utf-8")
 SPECIAL = ["<s>", "</s>", "<|turn|>", "<|done|>"]
@@ -149,16 +149,16 @@ def test_a_parser_sees_its_special_tokens_and_no_others():
     ids = tokenizer.encode("Grüße<|turn|>😀<|done|> x<s>y")
     shown = tokenizer.special_ids_in(["a<|turn|>b", "<think>"])
     assert shown == (library("byte level").token_to_id("<|turn|>"),)
-    stream = TextStream(tokenizer, [], SamplingParams(show_tokens=shown))
+    stream = TextStream(tokenizer, [], SamplingSettings(show_tokens=shown))
     text = "".join(stream.push(i).text for i in ids) + stream.finish().text
     assert text == "Grüße<|turn|>😀 xy"
-    hidden = TextStream(tokenizer, [], SamplingParams())
+    hidden = TextStream(tokenizer, [], SamplingSettings())
     assert "".join(hidden.push(i).text for i in ids) + hidden.finish().text == "Grüße😀 xy"
 
 
 def test_a_stop_string_may_be_a_special_token():
     tokenizer = Tokenizer(library("byte level"))
     shown = tokenizer.special_ids_in(["<|turn|>"])
-    stream = TextStream(tokenizer, [], SamplingParams(show_tokens=shown, stop=("<|turn|>",)))
+    stream = TextStream(tokenizer, [], SamplingSettings(show_tokens=shown, stop=("<|turn|>",)))
     found = [stream.push(i) for i in tokenizer.encode("ab<|turn|>")]
     assert found[-1].stop == "<|turn|>" and "".join(piece.text for piece in found) == "ab"

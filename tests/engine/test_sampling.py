@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fake_model import EOS, fake_engine, fake_logits, request, run, token_ids
 from tandem.engine.limits import validate
-from tandem.engine.protocol import SamplingParams
+from tandem.engine.protocol import SamplingSettings
 from tandem.engine.sampling.sampler import draw, sample, uniform
 from tandem.engine.sequence import Sequence
 from tandem.errors import RequestError
@@ -24,13 +24,13 @@ def random_row(seed: int, vocab: int = VOCAB, spread: float = 3.0) -> np.ndarray
     return (np.random.default_rng(seed).standard_normal(vocab) * spread).astype(np.float32)
 
 
-def sequence(params: SamplingParams, prompt=(3, 4, 5), answer=(), seed: int = 0) -> Sequence:
+def sequence(params: SamplingSettings, prompt=(3, 4, 5), answer=(), seed: int = 0) -> Sequence:
     made = Sequence("x", 0, list(prompt), params, arrival=0, max_len=1000, page_size=16, seed=seed)
     made.tokens += answer
     return made
 
 
-def reference_kept(row: np.ndarray, params: SamplingParams) -> list[int]:
+def reference_kept(row: np.ndarray, params: SamplingSettings) -> list[int]:
     """top_k, top_p, min_p by sorting everything, in float64."""
     scaled = row.astype(np.float64) / params.temperature
     order = sorted(range(len(row)), key=lambda i: (-row[i], i))
@@ -55,7 +55,7 @@ def reference_kept(row: np.ndarray, params: SamplingParams) -> list[int]:
     min_p=st.sampled_from([0.0, 0.02, 0.3, 1.0]),
 )
 def test_filters_keep_what_a_full_sort_keeps(seed, temperature, top_k, top_p, min_p) -> None:
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    params = SamplingSettings(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     row = random_row(seed)
     kept = reference_kept(row, params)
     drawn = {draw(row, params, u, row.max()) for u in np.linspace(0, 1 - 2**-53, 400)}
@@ -70,7 +70,7 @@ def test_of_equal_tokens_the_lowest_ids_are_kept() -> None:
     grid = np.linspace(0, 1 - 2**-53, 200)
 
     def kept(**filters) -> set[int]:
-        return {draw(row, SamplingParams(**filters), u, row.max()) for u in grid}
+        return {draw(row, SamplingSettings(**filters), u, row.max()) for u in grid}
 
     assert kept(top_k=1) == {1} and kept(top_k=2) == {1, 3} and kept(top_k=4) == {0, 1, 2, 3}
     weight, total = math.exp(-2.0), 2 + 4 * math.exp(-2.0) + math.exp(-3.0)
@@ -80,7 +80,7 @@ def test_of_equal_tokens_the_lowest_ids_are_kept() -> None:
 
 def test_draws_follow_the_distribution() -> None:
     """Chi-square over 20,000 draws; the 0.999 quantile with 49 degrees of freedom is 85.4."""
-    params, row = SamplingParams(temperature=1.5), random_row(1, vocab=50, spread=1.0)
+    params, row = SamplingSettings(temperature=1.5), random_row(1, vocab=50, spread=1.0)
     expected = np.exp(row.astype(np.float64) / 1.5)
     expected *= 20_000 / expected.sum()
     counts = np.zeros(50)
@@ -98,10 +98,10 @@ def test_uniform_is_in_range_and_names_the_token() -> None:
 def test_a_draw_never_lands_on_a_token_without_weight() -> None:
     row = np.array([-np.inf, 0.0, 1.0, -np.inf, -np.inf], dtype=np.float32)
     for params in (
-        SamplingParams(),
-        SamplingParams(top_p=0.99),
-        SamplingParams(top_k=3),
-        SamplingParams(min_p=1e-9),
+        SamplingSettings(),
+        SamplingSettings(top_p=0.99),
+        SamplingSettings(top_k=3),
+        SamplingSettings(min_p=1e-9),
     ):
         assert {draw(row, params, u, np.float32(1.0)) for u in (0.0, 0.5, 1 - 2**-53)} <= {1, 2}
 
@@ -109,28 +109,28 @@ def test_a_draw_never_lands_on_a_token_without_weight() -> None:
 def test_tiny_temperatures_are_greedy() -> None:
     row = random_row(3)
     for temperature in (0.0, 1e-300, 1e-45, 1e-8, 1e-4):
-        [sampled] = sample(row[None], [sequence(SamplingParams(temperature=temperature))], ())
+        [sampled] = sample(row[None], [sequence(SamplingSettings(temperature=temperature))], ())
         assert sampled.token_id == row.argmax()
 
 
 def test_rows_without_a_finite_maximum_choose_nothing() -> None:
     rows = np.stack([random_row(0)] * 4)
     rows[1, 7], rows[2, 7], rows[3] = np.nan, np.inf, -np.inf
-    got = sample(rows, [sequence(SamplingParams(temperature=0.0))] * 4, ())
+    got = sample(rows, [sequence(SamplingSettings(temperature=0.0))] * 4, ())
     assert [s.token_id for s in got] == [int(rows[0].argmax()), -1, -1, -1]
 
 
 def test_penalties_that_leave_the_range_of_float32_end_their_row_only() -> None:
     rows = np.stack([random_row(0)] * 2)
-    params = SamplingParams(repetition_penalty=1e-40, temperature=0.7, top_k=5, top_p=0.9)
+    params = SamplingSettings(repetition_penalty=1e-40, temperature=0.7, top_k=5, top_p=0.9)
     prompt = [int(rows[0].argmax())]
     with np.errstate(over="ignore"):
-        got = sample(rows, [sequence(params, prompt=prompt), sequence(SamplingParams(temperature=0.0))], ())
+        got = sample(rows, [sequence(params, prompt=prompt), sequence(SamplingSettings(temperature=0.0))], ())
     assert [s.token_id for s in got] == [-1, int(rows[1].argmax())]
 
 
 def test_penalties_against_the_definition() -> None:
-    params = SamplingParams(
+    params = SamplingSettings(
         temperature=0.0, repetition_penalty=1.7, presence_penalty=0.4, frequency_penalty=0.3,
         logit_bias={9: 2.5, 3: -1.0}, top_k=1,
     )  # fmt: skip
@@ -159,7 +159,7 @@ def test_penalties_follow_the_answer_as_it_grows() -> None:
     got = token_ids(run(fake_engine(), request("a", [2, 3, 2], max_tokens=40, **params))["a", 0])
     tokens: list[int] = [2, 3, 2]
     for _ in range(40):
-        one = sequence(SamplingParams(temperature=0.0, **params), prompt=[2, 3, 2], answer=tokens[3:])
+        one = sequence(SamplingSettings(temperature=0.0, **params), prompt=[2, 3, 2], answer=tokens[3:])
         tokens.append(sample(fake_logits(tokens)[None], [one], ())[0].token_id)
     assert got == tokens[3:]
 
@@ -167,13 +167,13 @@ def test_penalties_follow_the_answer_as_it_grows() -> None:
 def test_min_tokens_forbids_ends() -> None:
     row = np.zeros((1, VOCAB), dtype=np.float32)
     row[0, [1, 8]] = 50.0, 40.0
-    params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(8,))
+    params = SamplingSettings(temperature=0.0, min_tokens=2, stop_token_ids=(8,))
     assert sample(row, [sequence(params)], (1,))[0].token_id == 0
     assert sample(row, [sequence(params, answer=[5, 5])], (1,))[0].token_id == 1
 
 
 def test_logprobs_are_those_of_the_raw_distribution() -> None:
-    params = SamplingParams(temperature=0.3, top_p=0.5, frequency_penalty=2.0, logprobs=5, seed=1)
+    params = SamplingSettings(temperature=0.3, top_p=0.5, frequency_penalty=2.0, logprobs=5, seed=1)
     rows = np.stack([random_row(s) for s in range(20)])
     reference = torch.log_softmax(torch.from_numpy(rows).double(), -1)
     for row, expected in zip(rows, reference, strict=True):
@@ -242,14 +242,14 @@ def test_without_a_seed_answers_differ() -> None:
 )  # fmt: skip
 def test_impossible_values_name_their_field(field, value) -> None:
     with pytest.raises(RequestError, match=field.split("_")[0]) as caught:
-        validate(SamplingParams(**({"max_tokens": 50} | {field: value})), VOCAB)
+        validate(SamplingSettings(**({"max_tokens": 50} | {field: value})), VOCAB)
     assert caught.value.param == field
 
 
 def test_sensible_values_pass() -> None:
-    validate(SamplingParams(), VOCAB)
+    validate(SamplingSettings(), VOCAB)
     validate(
-        SamplingParams(
+        SamplingSettings(
             temperature=2.0, top_p=0.9, top_k=-1, min_p=0.1, n=8, logprobs=20, seed=-5, stop=("a", "b"),
             stop_token_ids=(EOS,), logit_bias={3: -100.0}, max_tokens=5, min_tokens=5,
         ),

@@ -30,7 +30,7 @@ from recorded_steps import tiny_engine
 from tandem import LLM
 from tandem.engine.engine import Engine
 from tandem.engine.llm import Generation
-from tandem.engine.protocol import GenerateRequest, Grammar, SamplingParams
+from tandem.engine.protocol import GenerateRequest, Grammar, SamplingSettings
 from tandem.engine.speculation.draft import Draft
 from tandem.engine.speculation.foretold import Foretold
 from tandem.engine.start.loader import load_parts
@@ -293,16 +293,16 @@ def test_wrong_guesses_count_nowhere(tiny_models, tmp_path: Path, acceptance: fl
     path = tiny_models["qwen3_moe"]
     records, stats = [], []
     answers: dict[tuple[str, int], list[int]] = {}
-    for guessing in (False, True):
+    for speculative in (False, True):
         engine = tiny_engine(path, tmp_path, expert_distribution_recorder_mode="per_token",
                              speculative_algorithm="NGRAM")  # fmt: skip
-        wanted = SpeculationPlan("made up", 3, False) if guessing else None
+        wanted = SpeculationPlan("made up", 3, False) if speculative else None
         parts = replace(engine_parts(engine), plan=replace(engine.plan, speculation=wanted))
         engine = Engine.from_parts(replace(parts, drafter=Foretold(answers, acceptance, 256)))
         engine.record_experts("start").result()
         got = run(engine, *(request(name, prompt, max_tokens=12, ignore_eos=True)
                             for name, prompt in (("0", [7, 8, 9]), ("1", [40] * 6))))  # fmt: skip
-        answers = {key: token_ids(outputs) for key, outputs in got.items()} if not guessing else answers
+        answers = {key: token_ids(outputs) for key, outputs in got.items()} if not speculative else answers
         assert {key: token_ids(outputs) for key, outputs in got.items()} == answers
         records.append(read_usage(Path(engine.record_experts("dump").result(60).file)))
         stats.append(engine.stats())
@@ -323,14 +323,14 @@ def test_a_step_s_distinct_experts_are_read_once(tiny_models, tmp_path: Path) ->
     parts = replace(engine_parts(engine), plan=replace(engine.plan, speculation=SpeculationPlan("made up", 3, False)))
     answers = {key: token_ids(outputs) for key, outputs in run(engine, *asks).items()}
     engine = Engine.from_parts(replace(parts, drafter=Foretold(answers, 1.0, 256)))
-    before, spans, run_model = engine.stats().experts.cpu_bytes, [], engine._runner.run
+    before, spans, run_model = engine.stats().experts.cpu_bytes, [], engine._runner.start
     engine.record_experts("start").result()
 
     def noted(step, *rest):
         spans.append([(c.sequence.arrival[0], c.sequence.computed_len, c.length) for c in step.chunks])
         return run_model(step, *rest)
 
-    engine._runner.run = noted
+    engine._runner.start = noted
     run(engine, *asks)
     record = read_usage(Path(engine.record_experts("dump").result(60).file))
     chosen = {(r, p): ids for r, p, ids in zip(record.requests.tolist(), record.positions.tolist(),
@@ -382,9 +382,9 @@ def test_every_family_answers_the_same_bits(tiny_models, tmp_path: Path, variant
     answers = {key: token_ids(outputs) for key, outputs in plain.items()}
     foretold = Foretold(answers, 0.5, parts.model_config.vocab)
     for drafter in (None, foretold):
-        guessing = Engine.from_parts(replace(parts, drafter=drafter))
-        assert scores(run(guessing, *asks)) == scores(plain)
-        assert guessing.stats().speculation.guesses > 0 or drafter is None
+        speculative = Engine.from_parts(replace(parts, drafter=drafter))
+        assert scores(run(speculative, *asks)) == scores(plain)
+        assert speculative.stats().speculation.guesses > 0 or drafter is None
 
 
 @pytest.mark.parametrize(
@@ -404,17 +404,17 @@ def test_what_lies_in_slots_is_taken_back(tiny_models, tmp_path: Path, variant: 
               for s, prompt in enumerate(prompts)] for tail in (1, 5)]  # fmt: skip
     told, preempted, found = [], [], []
     answers: dict[tuple[str, int], list[int]] = {}
-    for tokens, guessing in ((512, False), (512, True), (120, True)):
+    for tokens, speculative in ((512, False), (512, True), (120, True)):
         engine = tiny_engine(tiny_models[variant], tmp_path, max_total_tokens=tokens, context_length=96, **flags)
         parts = engine_parts(engine)
-        plan = parts.plan if guessing else replace(parts.plan, speculation=None)
+        plan = parts.plan if speculative else replace(parts.plan, speculation=None)
         engine = Engine.from_parts(replace(parts, plan=plan, drafter=Foretold(answers, acceptance, 256)))
         got = {key: outputs for call in calls for key, outputs in run(engine, *call).items()}
         answers = answers or {key: token_ids(outputs) for key, outputs in got.items()}
         told.append(scores(got))
         preempted.append(engine.stats().preemptions)
         found.append(engine.stats().cached_tokens)
-        assert not guessing or engine.stats().speculation.guesses > 0
+        assert not speculative or engine.stats().speculation.guesses > 0
     assert told[1] == told[0] and told[2] == told[0]
     assert preempted[:2] == [0, 0] and preempted[2] > 0 and found[1] >= 3 * 24
 
@@ -436,11 +436,11 @@ def test_rows_that_are_sequences_of_their_own_answer_the_same(
     expected = run(plain, *asks)
     answers = {key: token_ids(outputs) for key, outputs in expected.items()}
     counted = plain.stats().experts.cpu_tokens
-    guessing = Engine.from_parts(replace(parts, drafter=Foretold(answers, acceptance, parts.model_config.vocab)))
-    guessing._runner._arrays = apart
-    assert scores(run(guessing, *asks)) == scores(expected)
-    assert guessing.stats().speculation.guesses > 0
-    assert [2 * n for n in counted] == guessing.stats().experts.cpu_tokens  # both runs, and no wrong guess
+    speculative = Engine.from_parts(replace(parts, drafter=Foretold(answers, acceptance, parts.model_config.vocab)))
+    speculative._runner._arrays = apart
+    assert scores(run(speculative, *asks)) == scores(expected)
+    assert speculative.stats().speculation.guesses > 0
+    assert [2 * n for n in counted] == speculative.stats().experts.cpu_tokens  # both runs, and no wrong guess
 
 
 def scores(answers: dict) -> dict:
@@ -479,7 +479,7 @@ def plain(parts) -> dict[str, list[Generation]]:
 
 def ask(parts: EngineParts, wish: str, **plan) -> tuple[list[Generation], Engine]:
     engine = Engine.from_parts(replace(parts, plan=replace(parts.plan, **{"speculation": None} | plan)))
-    params = SamplingParams(max_tokens=24, **WISHES[wish])
+    params = SamplingSettings(max_tokens=24, **WISHES[wish])
     asked = [[{"role": "user", "content": each}] for each in ASKED]
     return LLM.from_engine(engine).chat(asked, params, progress=False), engine
 
@@ -523,7 +523,7 @@ def test_recorded_steps_do_not_depend_on_whose_their_rows_are(parts) -> None:
         Engine.from_parts(replace(parts, plan=replace(parts.plan, speculation=SpeculationPlan("NGRAM", 7, False))))
     )
     crowd = [[{"role": "user", "content": f"{ASKED[0]} {i}"}] for i in range(8)]
-    params = SamplingParams(max_tokens=24, temperature=0.0, logprobs=1)
+    params = SamplingSettings(max_tokens=24, temperature=0.0, logprobs=1)
     model = llm.engine._runner._model
     first = llm.chat(crowd[:1], params, progress=False)
     assert 8 in model._recorded
@@ -535,7 +535,7 @@ def test_recorded_steps_do_not_depend_on_whose_their_rows_are(parts) -> None:
 def test_stats_say_what_was_gained(parts) -> None:
     engine = Engine.from_parts(replace(parts, plan=replace(parts.plan, speculation=SpeculationPlan("NGRAM", 7, False))))
     prompt = engine.tokenizer.encode("a b c d e f g h " * 6)
-    engine.add(GenerateRequest(id="a", prompt_ids=prompt, sampling=SamplingParams(temperature=0.0, max_tokens=40)))
+    engine.add(GenerateRequest(id="a", prompt_ids=prompt, sampling=SamplingSettings(temperature=0.0, max_tokens=40)))
     while engine.has_work():
         engine.step()
     said = engine.stats().speculation

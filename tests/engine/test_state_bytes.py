@@ -30,7 +30,7 @@ def taken(model: ModelConfig, where: Machine, **flags: object) -> tuple[int, int
     config = EngineConfig.from_keywords("m", **{"max_total_tokens": 2000, "max_running_requests": 3} | flags)
     plan = resolve(config, model, where)
     entries = {entry.name: entry.nbytes for entry in plan.ledgers[0].entries}
-    layout = cached_as(config, drafting(config, model)).state_layout(plan.dtype, plan.page_size, plan.guesses)
+    layout = cached_as(config, drafting(config, model)).state_layout(plan.dtype, plan.page_size, plan.draft_tokens)
     made = allocate(layout, plan.num_pages, None, plan.num_slots, plan.num_window_pages)
     pages = [rows for state, rows in zip(layout.states, made.arrays, strict=True) if isinstance(state, Pages)]
     allocated = made.slots.nbytes + sum(array.nbytes for rows in pages for array in rows)

@@ -14,7 +14,7 @@ from fake_folding import folded, folding_config, folding_engine
 from fake_model import greedy_reference, request, run, token_ids
 from tandem.engine.state.arrays import allocate
 from tandem.engine.state.slots import SlotPool
-from tandem.spec.state import Array, Fold, Pages, Ring, state_layout
+from tandem.spec.state import Array, Fold, Pages, WindowRing, state_layout
 
 PAGE = 4
 
@@ -150,9 +150,9 @@ def test_the_layout_counts_what_is_allocated() -> None:
         Pages((Array("k", (2, 3)), Array("v", (2, 3)))),
         Fold((Array("state", (5, 7), "float32"), Array("inputs", (11,)))),
         Pages((Array("entry", (8,)),), stride=4),
-        Ring(Array("window", (16,)), 8),
+        WindowRing(Array("window", (16,)), 8),
     ]
-    layout = state_layout(states, "bfloat16", 16, guesses=3)
+    layout = state_layout(states, "bfloat16", 16, draft_tokens=3)
     made = allocate(layout, 10, slots=3)
     pages = [array for state, arrays in zip(states, made.arrays, strict=True) for array in arrays
              if isinstance(state, Pages)]  # fmt: skip

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from fake_model import EOS, fake_engine, greedy_reference, request, run, text, token_ids
 from tandem.architectures.load import load_config
-from tandem.engine.protocol import SamplingParams, TokenLogprob
-from tandem.engine.text.chat_template import ChatTemplate
-from tandem.engine.text.detokenizer import IncrementalDecoder, TextStream
-from tandem.engine.text.stop_strings import StopMatcher
-from tandem.engine.text.tokenizer import Tokenizer
+from tandem.engine.protocol import SamplingSettings, TokenLogprob
 from tandem.errors import CheckpointError, ConfigError, RequestError
 from tandem.server.logprobs import CompletionOffsets
+from tandem.text.chat_template import ChatTemplate
+from tandem.text.detokenizer import IncrementalDecoder, TextStream
+from tandem.text.stop_strings import StopMatcher
+from tandem.text.tokenizer import Tokenizer
 
 
 def byte_tokenizer() -> tokenizers.Tokenizer:
@@ -238,7 +238,7 @@ def test_special_tokens_are_skipped_or_shown() -> None:
     tokenizer = Tokenizer(byte_tokenizer())
     end = tokenizer.encode("<|end|>")[0]
     for skip, shown in ((True, ""), (False, "<|end|>")):
-        stream = TextStream(tokenizer, [], SamplingParams(skip_special_tokens=skip))
+        stream = TextStream(tokenizer, [], SamplingSettings(skip_special_tokens=skip))
         assert stream.push(end).text == shown
 
 
@@ -331,7 +331,7 @@ def test_engine_stops_at_a_token_and_at_length() -> None:
 
 def test_a_truncated_character_is_shown_at_the_end() -> None:
     tokenizer = Tokenizer(byte_tokenizer())
-    stream = TextStream(tokenizer, [], SamplingParams(stop=("zz",)))
+    stream = TextStream(tokenizer, [], SamplingSettings(stop=("zz",)))
     first = tokenizer.encode("é")[0]
     assert stream.push(first).text == ""
     assert stream.finish().text == "\ufffd"

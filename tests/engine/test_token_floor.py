@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
-from tandem.engine.text.token_floor import token_floor
-from tandem.engine.text.tokenizer import Tokenizer
+from tandem.text.token_floor import token_floor
+from tandem.text.tokenizer import Tokenizer
 
 CORPUS = ["the cat sat on the mat", "        indented = 12345", "naïve 中文字符 résumé", "------------"] * 8
 

@@ -134,7 +134,7 @@ def test_scarce_windows_make_others_wait() -> None:
     st.sampled_from([8, 16, 50]),
     st.booleans(),
 )
-def test_any_traffic(turns: list, pages: int, running: int, step_tokens: int, guessing: bool) -> None:
+def test_any_traffic(turns: list, pages: int, running: int, step_tokens: int, speculative: bool) -> None:
     """Prompts that begin alike, some abandoned, in caches that are too small for all of them."""
     prompts, wanted = {}, {}
     for i, (kind, length, answer) in enumerate(turns):
@@ -142,7 +142,7 @@ def test_any_traffic(turns: list, pages: int, running: int, step_tokens: int, gu
         if len(prompt) + answer < min(256, pages * PAGE):
             prompts[str(i)] = prompt, answer, kind
             wanted[str(i)] = greedy_reference(prompt, answer)
-    drafter = Foretold({(name, 0): each for name, each in wanted.items()}, 0.6, 64) if guessing else None
+    drafter = Foretold({(name, 0): each for name, each in wanted.items()}, 0.6, 64) if speculative else None
     engine = windowed_engine(
         num_pages=pages, max_running_requests=running, max_step_tokens=step_tokens, drafter=drafter
     )

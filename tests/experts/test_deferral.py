@@ -21,7 +21,7 @@ from tandem import _core
 from tandem.architectures.load import load_config
 from tandem.checkpoint import open_checkpoint
 from tandem.engine.state.arrays import allocate
-from tandem.experts import CpuExperts, Experts
+from tandem.experts import CpuExperts, RoutedExperts
 from tandem.experts import mailbox as module
 from tandem.experts.deferral import Deferral, Due, LateExperts, who_defers
 from tandem.experts.feed import feed_of
@@ -224,7 +224,7 @@ class AllOnCpu:
     handoff: Handoff
     layers: list[HybridExperts]
 
-    def layer(self, index: int, count: int, width: int, fmt: str, activation: Activation = SILU) -> Experts:
+    def layer(self, index: int, count: int, width: int, fmt: str, activation: Activation = SILU) -> RoutedExperts:
         cpu = self.ops.experts(count, self.handoff.sizes.hidden, width, fmt, activation)
         slots = torch.full((count,), -1, dtype=torch.int32)
         self.layers.append(HybridExperts(slots, None, cpu, self.handoff))

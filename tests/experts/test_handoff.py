@@ -3,7 +3,9 @@ CUDA kernels are played by the test, which writes what they would write."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,14 +18,14 @@ from tandem.errors import EngineError
 from tandem.experts import mailbox as module
 from tandem.experts.handoff import Handoff
 from tandem.experts.handoff_counts import HandoffSizes, HintCounts
-from tandem.experts.mailbox_kernels import GAVE_UP, SOURCE
+from tandem.experts.mailbox_kernels import GAVE_UP, HEADER, SOURCE, WORDS
 from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.ops import Routing
 
 TOKENS, HIDDEN, WIDTH, EXPERTS, TOP_K = 4, 48, 32, 6, 3
 SIZES = HandoffSizes(TOKENS, TOKENS, HIDDEN, TOP_K)
-POSTED, LAYER, COUNT, DONE = 0, 1, 2, 32
-HINTED, HINT_LAYER, HINT_IDS = 128, 129, 130
+POSTED, LAYER, COUNT, DONE = (WORDS[name] for name in ("Posted", "Layer", "Tokens", "Done"))
+HINTED, HINT_LAYER, HINT_IDS = (WORDS[name] for name in ("Hinted", "HintLayer", "HintIds"))
 
 
 class Replay:
@@ -199,5 +201,11 @@ def test_a_failed_step_s_hint_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_both_ends_mean_the_same_word() -> None:
-    assert f"GAVE_UP = {GAVE_UP} " in SOURCE
-    assert f"HINTED = {HINTED}, HINT_LAYER = {HINT_LAYER}, HINT_IDS = {HINT_IDS} " in SOURCE
+    """One file has the words: the GPU's source begins with it, and the CPU's includes it."""
+    assert SOURCE.startswith(HEADER) and len(WORDS) == len(set(WORDS.values())) == 10
+    assert f"kGaveUp = {GAVE_UP}," in HEADER
+    csrc = Path(__file__).parents[2] / "csrc" / "experts" / "handoff" / "mailbox.cc"
+    text = csrc.read_text(encoding="utf-8")
+    assert '#include "experts/mailbox_words.h"' in text and "enum" not in text
+    for name in WORDS:
+        assert re.search(rf"\bk{name}\b", SOURCE.removeprefix(HEADER) + text), name

@@ -16,7 +16,7 @@ from tandem import _core
 from tandem.errors import KernelError
 from tandem.experts.live.copies import hold_all
 from tandem.experts.live.exchange import LiveExchange, Settled
-from tandem.experts.live.policy import Exchange
+from tandem.experts.live.virtual import Exchange
 from tandem.experts.residency import Residency, Tier
 
 

@@ -9,14 +9,17 @@ import time
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from fake_copies import FakeCopies, at_once
+from fake_copies import FakeCopies, at_once, piece
 from fake_layers import EXPERTS, ON_GPU, PLENTY, Layer, made
 from tandem import _core
 from tandem.experts.live.cost import READS_PER_EXCHANGE
 from tandem.experts.live.live_experts import GIVE_UP, LiveExperts
 from tandem.experts.live.policy import LivePolicy, PolicySettings
+from tandem.experts.live.virtual import Habits
 from tandem.experts.residency import Residency
 from tandem.experts.usage.expert_usage import Changes
 
@@ -35,7 +38,7 @@ class Usage:
     def note(self) -> None: ...
 
     def moved(self, changes: Changes, swaps: int, now: Asked | None = None) -> None:
-        assert now is None or (now.tokens() == self.counts.numpy()).all()
+        assert now is None or (now.reads() == self.counts.numpy()).all()
         for layer, expert, here in changes():
             assert self.gpu_experts[layer, expert] != here
             self.gpu_experts[layer, expert] = here
@@ -44,16 +47,23 @@ class Usage:
 
 class Asked:
     def __init__(self, counts: Tensor, buffer: Tensor) -> None:
-        self._tokens = buffer.copy_(counts)
+        self._reads = buffer.copy_(counts)
 
-    def tokens(self) -> np.ndarray:
-        return self._tokens.numpy()
+    def reads(self) -> np.ndarray:
+        return self._reads.numpy()
+
+
+def eager(horizon: float = 100.0, touches: float = 1.5, **settings: float) -> PolicySettings:
+    """Whoever is ahead is followed at once."""
+    habits = Habits(32.0, horizon, spends=1e9, touches=touches)
+    at_once = {"clear": 0.0, "invested": 0.0, "worth": 0.0, "least_steps": 0, "spends": 1e9, "dwell_steps": 0}
+    return PolicySettings((habits,), interval_steps=2, bytes_per_step=PLENTY, **(at_once | settings))
 
 
 def live(
-    layers: list[Layer], copies: FakeCopies, usage: Usage, cost: float = 1.0, horizon: float = 100.0
+    layers: list[Layer], copies: FakeCopies, usage: Usage, cost: float = 1.0, **settings: float
 ) -> LiveExperts:
-    s = PolicySettings(interval_steps=2, dwell_steps=0, bytes_per_step=PLENTY, horizon_tokens=horizon)
+    s = eager(**settings)
     slot_of = torch.stack([layer.gpu.table for layer in layers])
     policy = LivePolicy(Residency(slot_of), layers[0].cpu.bytes_per_expert, cost, s)
     return LiveExperts(policy, made(layers, copies, s.bytes_per_step), usage)
@@ -61,7 +71,7 @@ def live(
 
 def take_a_step(experts: LiveExperts) -> None:
     experts.beside_step()
-    experts.after_step(1)
+    experts.after_step()
 
 
 def test_what_is_used_comes_to_the_gpu() -> None:
@@ -81,17 +91,111 @@ def test_what_is_used_comes_to_the_gpu() -> None:
         assert torch.equal(layer.gpu.table >= 0, usage.gpu_experts[index])
 
 
-def test_moving_that_does_not_pay_is_paused_and_counted() -> None:
+def test_moving_that_pays_no_longer_goes_home_and_is_counted() -> None:
     layers, copies, usage = [Layer(1), Layer(2)], FakeCopies(), Usage()
-    experts = live(
-        layers, copies, usage, cost=20.0, horizon=1e9
-    )  # moves at once, and each costs more than it gains
-    for step in range(400):  # every few tokens another expert
-        usage.counts[:, 3 + step // 8 % 4] += 1
+    experts = live(layers, copies, usage, cost=20.0, net_half_life=64.0, touches=3.0)
+    home = usage.gpu_experts.clone()
+    for step in range(400):  # for long one that is not at home, then those that are
+        usage.counts[:, 5 if step < 100 else step % ON_GPU] += 1
         with torch.inference_mode():  # as the engine's steps are
             take_a_step(experts)
         copies.arrive(1.0)
-    assert usage.swap_rests > 0
+        assert usage.swap_rests == 0 or step >= 100
+        if step == 99:
+            assert usage.gpu_experts[:, 5].all() and not experts.resting
+    assert usage.swap_rests > 0 and experts.resting
+    assert torch.equal(usage.gpu_experts, home)
+    for layer in layers:
+        layer.check()
+
+
+def test_a_pass_finds_what_it_began_with_and_what_was_under_way_goes_on_after_it() -> None:
+    """However much of a batch is done when the pass begins: before and after each piece of it."""
+    for pieces in range(40):
+        layers, copies, usage = [Layer(1), Layer(2)], FakeCopies(), Usage()
+        copies.prompt, works = True, list[_core.Meanwhile]()
+        experts = live(layers, copies, usage)
+        experts._exchange.meanwhile = works.append
+        while not experts._exchange.under_way:
+            usage.counts[:, [4, 5, 6]] += 3
+            take_a_step(experts)
+        experts.beside_step()
+        done = sum(piece(works[0]) for _ in range(pieces))
+        assert experts.settling
+        experts.hold()
+        works.clear()
+        before, swaps = placement_of(layers), usage.swaps
+        for _ in range(20):  # steps go on, are counted and decided about
+            usage.counts[:, [4, 5, 6]] += 3
+            take_a_step(experts)
+            assert not any(isinstance(work, _core.ExchangeTurn) for work in works)
+            assert placement_of(layers) == before and usage.swaps == swaps
+        for layer in layers:
+            layer.check(under_way=True)
+        experts.release()
+        for _ in range(40):
+            usage.counts[:, [4, 5, 6]] += 3
+            experts.beside_step()
+            for work in works:
+                at_once(work)
+            works.clear()
+            experts.after_step()
+        assert [layer.gpu.table[4:].min() >= 0 for layer in layers] == [True, True]
+        for layer in layers:
+            layer.check()
+        if done < pieces:
+            return  # all of it was done before
+    raise AssertionError("a batch never ends")
+
+
+def placement_of(layers: list[Layer]) -> list[object]:
+    """What a pass reads: the GPU's tables and slots, and where experts are in CPU memory."""
+    places = [[_place(layer, expert) for expert in range(EXPERTS)] for layer in layers]
+    return [places, [layer.gpu.table.tolist() for layer in layers], [layer.gpu.memory.sum().item() for layer in layers]]
+
+
+def _place(layer: Layer, expert: int) -> int:
+    try:
+        return layer.cpu.place_of(expert)
+    except ValueError:
+        return -1
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(st.integers(0, EXPERTS - 1), st.integers(0, 9), st.floats(0, 1), st.integers(0, 9)), max_size=80
+    ),
+    seed=st.integers(0, 1 << 20),
+)
+def test_holds_at_any_time_lose_no_expert(steps: list[tuple[int, int, float, int]], seed: int) -> None:
+    """Hot experts, pieces of work done beside steps, shares of copies that arrive, passes that begin and end: while one
+    is under way nothing that it reads changes, and always each expert is in one place with its own bytes."""
+    layers, copies, usage = [Layer(1), Layer(2)], FakeCopies(seed), Usage()
+    works, held = list[_core.Meanwhile](), None
+    experts = live(layers, copies, usage, cost=0.5)
+    experts._exchange.meanwhile = works.append
+    for hot, pieces, arrive, turn in steps:
+        usage.counts[seed % 2, hot] += 7
+        experts.beside_step()
+        for work in works:
+            [piece(work) for _ in range(pieces)]
+        works.clear()
+        if turn == 0 and held is None:
+            experts.hold()
+            held = placement_of(layers)
+        experts.after_step()
+        if held is not None:
+            assert placement_of(layers) == held
+        for layer in layers:
+            layer.check(under_way=True)
+        copies.arrive(arrive)
+        if turn == 1 and held is not None:
+            experts.release()
+            held = None
+    experts.release()
+    copies.prompt = True
+    experts.finish()
     for layer in layers:
         layer.check()
 
@@ -104,7 +208,7 @@ class Timed:
     def __init__(self, tick: float, read: float = 1e9, copies: FakeCopies | None = None) -> None:
         self.layers, self.copies, self.usage = [Layer(1), Layer(2)], copies or FakeCopies(), Usage()
         self.copies.prompt, ticks = True, itertools.count(step=tick)
-        s = PolicySettings(interval_steps=2, dwell_steps=0, bytes_per_step=PLENTY, horizon_tokens=100.0)
+        s = eager()
         slot_of, nbytes = torch.stack([x.gpu.table for x in self.layers]), self.layers[0].cpu.bytes_per_expert
         self.policy, self.works = LivePolicy(Residency(slot_of), nbytes, 1.0, s), list[_core.Meanwhile]()
         self.exchange = made(self.layers, self.copies, s.bytes_per_step)
@@ -118,7 +222,7 @@ class Timed:
             for work in self.works:
                 at_once(work)
             self.works.clear()
-            self.experts.after_step(1)
+            self.experts.after_step()
         return self
 
 
@@ -180,7 +284,7 @@ def test_what_the_gpu_computes_beside_costs_nothing(over: bool) -> None:
     for step in range(60):
         usage.counts[:, 3 + step // 8 % 4] += 3
         experts.beside_step()
-        experts.after_step(1, lambda: over)
+        experts.after_step(lambda: over)
         copies.arrive(1.0)
     times = experts.times()
     assert times.steps == 60 and times.exchanges == usage.swaps > 0

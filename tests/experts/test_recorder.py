@@ -17,7 +17,7 @@ from recorded_steps import EXPERTS, LAYERS, Steps, generate, tiny_engine
 from tandem.errors import ConfigError, EngineError, RequestError
 from tandem.experts.placement import load_counts
 from tandem.experts.usage import recorder
-from tandem.experts.usage.recorder import Rows
+from tandem.experts.usage.recorder import RecordedRows
 from tandem.experts.usage.usage_file import UsageRecord, read_usage, write_usage
 
 
@@ -29,11 +29,11 @@ def counts_of(ids: Tensor) -> Tensor:
 
 def test_sums_from_start_to_stop(tmp_path: Path) -> None:
     steps = Steps(tmp_path / "new" / "folder")
-    steps.run(Rows(0, 0, 5))  # before the start
+    steps.run(RecordedRows(0, 0, 5))  # before the start
     steps.recorder.start()
-    ids = [steps.run(Rows(0, 5, 1)), steps.run(Rows(0, 6, 1), Rows(1, 0, 7))]
+    ids = [steps.run(RecordedRows(0, 5, 1)), steps.run(RecordedRows(0, 6, 1), RecordedRows(1, 0, 7))]
     steps.recorder.stop()
-    steps.run(Rows(0, 7, 1))  # after the stop
+    steps.run(RecordedRows(0, 7, 1))  # after the stop
     record = steps.dumped()
     assert torch.equal(record.counts, counts_of(torch.cat(ids))[None])
     assert (record.mode, record.model, record.passes, record.tokens) == ("stat", "made-up", 2, 9)
@@ -46,13 +46,13 @@ def test_sums_from_start_to_stop(tmp_path: Path) -> None:
 def test_a_dump_begins_anew_and_a_start_forgets(tmp_path: Path) -> None:
     steps = Steps(tmp_path)
     steps.recorder.start()
-    first = steps.run(Rows(0, 0, 4))
+    first = steps.run(RecordedRows(0, 0, 4))
     assert torch.equal(steps.dumped().total, counts_of(first).double())
-    second = steps.run(Rows(0, 4, 3))
+    second = steps.run(RecordedRows(0, 4, 3))
     assert torch.equal(steps.dumped().total, counts_of(second).double())
-    steps.run(Rows(0, 7, 2))
+    steps.run(RecordedRows(0, 7, 2))
     steps.recorder.start()
-    third = steps.run(Rows(0, 9, 6))
+    third = steps.run(RecordedRows(0, 9, 6))
     record = steps.dumped()
     assert torch.equal(record.total, counts_of(third).double()) and record.tokens == 6
     assert len(list(tmp_path.iterdir())) == 3
@@ -76,12 +76,12 @@ def test_what_cannot_be_done_says_what_to_call(tmp_path: Path) -> None:
 def test_every_step_and_every_token(tmp_path: Path, kept: int | None) -> None:
     steps = Steps(tmp_path, mode="per_token", kept=kept, gpu_experts=True)
     steps.recorder.start()
-    ids = [steps.run(Rows(3, 0, 6), Rows(4, 10, 1)), steps.run(Rows(3, 6, 1))]
-    steps.run(Rows(3, 7, 1), fail=True)
+    ids = [steps.run(RecordedRows(3, 0, 6), RecordedRows(4, 10, 1)), steps.run(RecordedRows(3, 6, 1))]
+    steps.run(RecordedRows(3, 7, 1), fail=True)
     before = steps.usage.gpu_experts
     elsewhere = [(layer, e, not before[layer, e]) for layer in range(LAYERS) for e in range(EXPERTS)]
     steps.usage.moved(lambda: elsewhere, 1)
-    ids.append(steps.run(Rows(3, 7, 1), Rows(4, 11, 2)))
+    ids.append(steps.run(RecordedRows(3, 7, 1), RecordedRows(4, 11, 2)))
     record, ids = steps.dumped(), ids[1:] if kept else ids
     assert record.passes == 3 and record.tokens == 11
     assert torch.equal(record.counts, torch.stack([counts_of(each) for each in ids]).int())
@@ -97,7 +97,7 @@ def test_steps_without_tokens(tmp_path: Path) -> None:
     steps = Steps(tmp_path, mode="per_pass")
     steps.recorder.start()
     assert steps.dumped().counts.tolist() == torch.zeros(1, LAYERS, EXPERTS).tolist()
-    ids = [steps.run(Rows(0, 0, 2)), steps.run(Rows(0, 2, 1))]
+    ids = [steps.run(RecordedRows(0, 0, 2)), steps.run(RecordedRows(0, 2, 1))]
     steps.recorder.stop()
     record = steps.dumped()
     assert torch.equal(record.counts, torch.stack([counts_of(each) for each in ids]).int())
@@ -119,13 +119,13 @@ def files_of_at_most(size: int) -> Iterator[None]:
 def test_a_disk_that_is_full_loses_nothing(tmp_path: Path, mode: str) -> None:
     steps = Steps(tmp_path, mode=mode)
     steps.recorder.start()
-    ids = [steps.run(Rows(0, 0, 4))]
+    ids = [steps.run(RecordedRows(0, 0, 4))]
     with files_of_at_most(512):
         failed = steps.recorder.dump().exception(120)
     assert isinstance(failed, EngineError) and "--expert-distribution-recorder-dir" in str(failed)
     assert isinstance(failed.__cause__, OSError) and failed.__cause__.errno == errno.EFBIG
     assert list(tmp_path.iterdir()) == []
-    ids.append(steps.run(Rows(0, 4, 2)))
+    ids.append(steps.run(RecordedRows(0, 4, 2)))
     record = steps.dumped()
     assert torch.equal(record.total, counts_of(torch.cat(ids)).double()) and record.tokens == 6
     assert mode == "stat" or record.positions.tolist() == [0, 1, 2, 3, 4, 5]
@@ -139,11 +139,11 @@ def test_a_start_forgets_what_is_still_being_written(tmp_path: Path, monkeypatch
         raise OSError(errno.EIO, "the disk is gone")
 
     steps.recorder.start()
-    steps.run(Rows(0, 0, 4))
+    steps.run(RecordedRows(0, 0, 4))
     monkeypatch.setattr(recorder, "write_usage", hangs)
     writing = steps.recorder.dump()
     steps.recorder.start()
-    ids = steps.run(Rows(1, 0, 2))  # goes on meanwhile
+    ids = steps.run(RecordedRows(1, 0, 2))  # goes on meanwhile
     go_on.set()
     assert "the disk is gone" in str(writing.exception(120))
     monkeypatch.undo()

@@ -11,7 +11,7 @@ from tandem.bench.architectures import named_subject
 from tandem.errors import ConfigError
 from tandem.flags.engine_config import EngineConfig
 from tandem.machine.machine import Machine
-from tandem.planner.forecast.advice import Question, least_ram, roundings, ways_to_fit, ways_to_go_faster
+from tandem.planner.forecast.advice import PlanQuestion, least_ram, roundings, ways_to_fit, ways_to_go_faster
 from tandem.planner.forecast.compare import compare
 from tandem.planner.forecast.machine_spec import MachineWish, system_bytes, wished_machine, wished_speeds
 from tandem.planner.forecast.report import report
@@ -22,10 +22,10 @@ from tandem.spec.stored import StoredFormat, StoredFormats
 WEIGHTS = MODEL.weight_bytes("bfloat16", "bf16")
 
 
-def question(host: Machine, **flags: object) -> Question:
+def question(host: Machine, **flags: object) -> PlanQuestion:
     config = EngineConfig.from_keywords("demo", **flags)
     speeds = wished_speeds(MachineWish(), host, Speeds().having("measured", dram_gbps=50.0, cpu_flops=1e12))
-    return Question(config, MODEL, host, StoredFormats(), speeds)
+    return PlanQuestion(config, MODEL, host, StoredFormats(), speeds)
 
 
 def test_a_model_that_fits_needs_no_advice() -> None:
@@ -93,7 +93,7 @@ def test_is_256_gb_and_a_4090_enough_for_deepseek_v3() -> None:
     model, stored = named_subject("deepseek-v3")
     wish = MachineWish("4090", "256GB", "80GB/s", 16, "avx512_bf16")
     host = wished_machine(wish, machine())
-    asked = Question(EngineConfig(model="deepseek-v3"), model, host, stored, wished_speeds(wish, host, None))
+    asked = PlanQuestion(EngineConfig(model="deepseek-v3"), model, host, stored, wished_speeds(wish, host, None))
     found = report("deepseek-v3", asked)
     assert (
         not found.fits and "645.4 GiB" in found.reasons[-1] and "198.7 GiB may be used" in found.reasons[-1]

@@ -16,7 +16,7 @@ from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.this_machine import these_cpus
 from tandem.machine.gpus import Gpu
 from tandem.machine.machine import TIERS
-from tandem.planner.forecast.advice import Question
+from tandem.planner.forecast.advice import PlanQuestion
 from tandem.planner.forecast.machine_spec import MachineWish, wished_speeds
 from tandem.planner.forecast.speeds import Speeds
 from tandem.spec.stored import StoredFormats
@@ -25,7 +25,7 @@ H200 = Gpu("NVIDIA H200", 141 * GIB, 140 * GIB, "gen5 x16", capability=(9, 0))
 HOST = replace(machine(16), total_memory=128 * GIB, available_memory=120 * GIB, tiers=TIERS)
 
 
-def question(case: tight.TightCase) -> Question:
+def question(case: tight.TightCase) -> PlanQuestion:
     small = tight.cut(HOST, H200, case.gpu_gib)
     return tight.tight_question(case, small, wished_speeds(MachineWish(), small, None))
 
@@ -45,7 +45,9 @@ def test_its_rows_say_what_holds() -> None:
     asked = question(case)
     plan = asked.plan()
     total, predicted = plan.ledgers[0].total_bytes, asked.predicted(plan)
-    good = tight.Seen(int(total * 0.98), total, total, 2048, predicted.prompt.middle, predicted.decode[1].middle)
+    good = tight.MemoryFigures(
+        int(total * 0.98), total, total, 2048, predicted.prompt.middle, predicted.decode[1].middle
+    )
     found = tight.rows(case, asked, plan, good)
     assert [row["what"] for row in found] == ["memory", "decoding", "prompt of 2048"]
     assert all(row["holds"] for row in found) and found[0]["gpu_ratio"] == pytest.approx(0.98, abs=1e-3)
@@ -63,7 +65,7 @@ def test_a_whole_plan_runs_with_made_up_weights(monkeypatch: pytest.MonkeyPatch)
     flags = {"context_length": 2100, "max_running_requests": 1, "device": "cpu", "kt_method": "INT4"}
     config = EngineConfig.from_keywords("m", **flags)
     model = replace(MODEL, layers=MODEL.layers[:2], tied_embeddings=False)
-    asked = Question(config, model, host, StoredFormats(), speeds)
+    asked = PlanQuestion(config, model, host, StoredFormats(), speeds)
     plan = replace(asked.plan(), radix_cache=False)
     seen = tight.ran(running_plan(asked, plan, model), plan, 100, MachineProbe(host))
     assert seen.used == 60 and seen.prompt_tokens == 2048 and seen.prompt > 0 and seen.decode > 0

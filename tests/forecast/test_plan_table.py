@@ -55,7 +55,7 @@ def test_a_figure_outside_its_range_is_marked(script: ModuleType) -> None:
 )
 def test_the_ram_that_is_named_is_enough(script: ModuleType, name: str, place: str) -> None:
     """What other programs keep grows with the RAM."""
-    named = re.fullmatch(r"no: (\S+ GiB) of RAM", script.cells(name, place)[0])
+    named = re.fullmatch(r"needs (\S+ GiB)", script.cells(name, place)[0])
     assert named is not None
     wish = replace(script.MACHINES[place], ram=named[1])
     assert script.report(name, script.question(name, wish, "INT4")).fits

@@ -7,46 +7,20 @@ from pathlib import Path
 
 import pytest
 
+from gpu_questions import HERE, NEXT, decision, model_of, predicted, question
 from rank_threads import RankThread, RankThreads
 from sessions import Session, ours
 from tandem.bench.architectures import named_subject
 from tandem.errors import ConfigError
 from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.reference import TorchOps
-from tandem.machine.machine import TIERS, Core, Machine
-from tandem.planner.choices.decision import Decision
-from tandem.planner.forecast.advice import Question, ways_to_fit, ways_to_go_faster
+from tandem.planner.forecast.advice import PlanQuestion, ways_to_fit, ways_to_go_faster
 from tandem.planner.forecast.machine_spec import MachineWish, wished_machine, wished_speeds
-from tandem.planner.forecast.prediction import Case, Prediction
+from tandem.planner.forecast.prediction import Case
 from tandem.planner.forecast.speeds import Speeds
 from tandem.planner.forecast.sums import lane_of, sums_of
-from tandem.planner.plan import Plan
 from tandem.spec.model_config import past_bytes
-from tandem.spec.shard import Shard
-
-HERE = Machine("Test CPU", tuple(Core(cpu, 0, 0) for cpu in range(64)), TIERS, 384 << 30, 370 << 30, None)
-NEXT = "qwen3-next-80b-fp8"
-
-
-def question(name: str, gpus: str, **flags: object) -> Question:
-    wish = MachineWish(gpus=gpus, bandwidth="250GB/s")
-    machine = wished_machine(wish, HERE)
-    return Question(
-        EngineConfig.from_keywords(name, **flags), *_model(name, machine), speeds=wished_speeds(wish, machine, None)
-    )
-
-
-def _model(name: str, machine: Machine) -> tuple:
-    model, stored = named_subject(name)
-    return model, machine, stored
-
-
-def decision(plan: Plan, name: str) -> Decision:
-    return next(each for each in plan.decisions if each.name == name)
-
-
-def predicted(asked: Question, plan: Plan | None = None) -> Prediction:
-    return asked.predicted(plan or asked.plan(), (1, 8))
+from tandem.spec.shard import RankShard
 
 
 @pytest.mark.parametrize(
@@ -86,7 +60,7 @@ def test_ranks_meet_as_often_as_is_counted(tiny_models, variant) -> None:
     def of_rank(rank: int) -> None:
         ops = TorchOps()
         ops.group = Counting(threads, rank)
-        session = Session(tiny_models[variant], ops=ops, shard=Shard(rank, 2))
+        session = Session(tiny_models[variant], ops=ops, shard=RankShard(rank, 2))
         layers.append(session.config.layers)
         ours(session)
 
@@ -152,7 +126,7 @@ def test_ranks_make_a_model_fit_that_one_gpu_and_ram_are_too_small_for() -> None
     wish = MachineWish(gpus="2x48GB", ram="48GB")
     machine = wished_machine(wish, HERE)
     model, stored = named_subject(name)
-    asked = Question(EngineConfig.from_keywords(name), model, machine, stored, wished_speeds(wish, machine, None))
+    asked = PlanQuestion(EngineConfig.from_keywords(name), model, machine, stored, wished_speeds(wish, machine, None))
     assert not asked.fits() and asked.fits(tensor_parallel_size=2)
     assert any(way.change == "--tensor-parallel-size 2" and not way.lossy for way in ways_to_fit(asked))
 
@@ -163,8 +137,7 @@ def test_idle_gpus_are_named_with_what_would_use_them() -> None:
     (note,) = [each for each in question(NEXT, "3x4090", tp=2).plan().notices if "not used" in each]
     assert note == "GPU 2 (4090) not used: --tp 2 uses 2; CUDA_VISIBLE_DEVICES says which"
     (note,) = [each for each in question(NEXT, "24GB,12GB").plan().notices if "not used" in each]
-    assert note.startswith("GPU 1 (a GPU of 12 GiB) not used: a model is not divided among unequal GPUs")
-    assert "layers over GPUs are not there yet" in note
+    assert note.startswith("GPU 1 (a GPU of 12 GiB) not used: one is used; --pipeline-parallel-size 2 gives unequal")
     assert not [each for each in question(NEXT, "2x4090", tp=2).plan().notices if "not used" in each]
 
 
@@ -193,7 +166,7 @@ def test_the_page_has_what_is_planned() -> None:
 
     def ranges(batch: int, **flags: object) -> str:
         config = EngineConfig.from_keywords(NEXT, **few, **flags)
-        found = predicted(Question(config, *_model(NEXT, machine), speeds=wished_speeds(wish, machine, None)))
+        found = predicted(PlanQuestion(config, *model_of(NEXT, machine), speeds=wished_speeds(wish, machine, None)))
         return f"{found.decode[batch].low:.0f}–{found.decode[batch].high:.0f}"
 
     for batch in (1, 8):

@@ -22,12 +22,12 @@ from tandem.planner.choices.cached import cached_as
 from tandem.planner.choices.speculation import drafting
 from tandem.planner.cuda_graphs import prompt_graph_bytes
 from tandem.planner.expert_format import dtype_of
-from tandem.planner.forecast.advice import LEAST_KEPT, Question
+from tandem.planner.forecast.advice import LEAST_KEPT, PlanQuestion
 from tandem.planner.forecast.machine_spec import MachineWish, wished_machine, wished_speeds
 from tandem.planner.forecast.prediction import WIDTH, WORTH
 from tandem.planner.forecast.report import Report, report
 from tandem.planner.gpu_plan import GPU_WORKSPACE_BYTES, needs_gpu, usable_gpu
-from tandem.planner.one_plan import Wish, one_plan, running_sequences
+from tandem.planner.one_plan import PlanRequest, one_plan, running_sequences
 from tandem.planner.plan import Plan
 from tandem.planner.tight import (
     USABLE_CONTEXT,
@@ -53,17 +53,17 @@ LAPTOP = MachineWish("8GB@250GB/s", "32GB", "60GB/s", 8, "avx2", "12GB/s")
 WORKSTATION = MachineWish("4090", "256GB", "250GB/s", 32, "avx512_bf16", "25GB/s")
 
 
-def asked(name: str, wish: MachineWish, **flags: Any) -> Question:
+def asked(name: str, wish: MachineWish, **flags: Any) -> PlanQuestion:
     (model, stored), host = named_subject(name), wished_machine(wish, machine())
     config = EngineConfig.from_keywords(name, **flags)
-    return Question(config, model, host, stored, wished_speeds(wish, host, None))
+    return PlanQuestion(config, model, host, stored, wished_speeds(wish, host, None))
 
 
 def told(name: str, wish: MachineWish, **flags: Any) -> Report:
     return report(name, asked(name, wish, **flags))
 
 
-def middles(question: Question, plan: Plan) -> tuple[float, float]:
+def middles(question: PlanQuestion, plan: Plan) -> tuple[float, float]:
     found = question.predicted(plan)
     return found.decode[1].middle, found.prompt.middle
 
@@ -244,7 +244,7 @@ def test_rows_of_experts_are_counted_as_the_gpu_has_room_for_them() -> None:
     assert taken == prompt_graph_bytes(model, plan.gpu.prompt_sizes, parts, 0, LEAST_ROW_BYTES)
 
 
-def workspace(question: Question, plan: Plan) -> int:
+def workspace(question: PlanQuestion, plan: Plan) -> int:
     """Bytes for steps, but for what is no expert's row."""
     taken = {entry.name: entry.nbytes for entry in plan.ledgers[0].entries}
     scratch = expert_scratch_bytes(question.machine.gpus[0].memory_bytes)
@@ -318,15 +318,15 @@ def test_advice_holds_and_no_alternative_is_clearly_faster(
     note(f"{name} {sizes} {flags}")
     given_flags = {flag: each for flag, each in flags.items() if each not in (None, "auto")}
     config = EngineConfig.from_keywords(name, **given_flags)
-    question = Question(config, model, host, stored, wished_speeds(MachineWish(), host, None))
+    question = PlanQuestion(config, model, host, stored, wished_speeds(MachineWish(), host, None))
     found = report(name, question)
     advice_holds(question, found)
     if found.plan is not None:
-        wish = Wish(config, cached_as(config, drafting(config, model)), host, stored)
+        wish = PlanRequest(config, cached_as(config, drafting(config, model)), host, stored)
         no_alternative_is_clearly_faster(wish, found.plan)
 
 
-def advice_holds(question: Question, found: Report) -> None:
+def advice_holds(question: PlanQuestion, found: Report) -> None:
     """Each way can be planned and brings what it says."""
     for way in found.to_fit:
         assert not way.changes or question.plan(**way.changes)
@@ -345,7 +345,7 @@ def advice_holds(question: Question, found: Report) -> None:
         assert plan.gpu if way in found.to_use_gpu else min(gains) >= LEAST_KEPT, (way, gains)
 
 
-def no_alternative_is_clearly_faster(wish: Wish, plan: Plan) -> None:
+def no_alternative_is_clearly_faster(wish: PlanRequest, plan: Plan) -> None:
     """Of those that cost neither answers at once nor chunks; where room is short, of all; and without a GPU."""
     wanted = min(USABLE_CONTEXT, wanted_tokens(wish.config, wish.model))
     taken = token_seconds(plan, wish.model, wish.stored, wish.machine)
@@ -355,7 +355,7 @@ def no_alternative_is_clearly_faster(wish: Wish, plan: Plan) -> None:
             assert taken <= 1.001 * WIDTH * seconds, (tight, other.decisions)
 
 
-def alternatives(wish: Wish, plan: Plan) -> Iterator[tuple[Tight, Plan]]:
+def alternatives(wish: PlanRequest, plan: Plan) -> Iterator[tuple[Tight, Plan]]:
     gpu, why = usable_gpu(wish.config, wish.model, wish.machine)
     running, _ = running_sequences(wish.config, wish.model, dtype_of(wish.config))
     room = room_of(wish.config, wish.model, running, gpu is not None)

@@ -19,9 +19,9 @@ from paged_batches import PAGE, IndexCase, check_choice, make_batch, random_tabl
 from sessions import Session as PlainSession
 from sessions import ours, reference, worst
 from tandem import _core
-from tandem.kernels.chosen import Chosen
+from tandem.kernels.chosen import SelectedKeys
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.ops import Rope
+from tandem.kernels.ops import RopeTables
 from tandem.kernels.reference import TorchOps
 from tandem.mechanisms.latent.absorbed import LatentSizes, LatentWeights
 from tandem.mechanisms.token_index.shape import Index
@@ -48,7 +48,7 @@ def ops() -> GpuOps:
     return GpuOps(DEVICE, CpuOps(_core.WorkerPool([-1, -1]), _core.supported_tiers()[-1]))
 
 
-def chosen_by(ops: GpuOps, case: IndexCase) -> tuple[Chosen, Tensor]:
+def chosen_by(ops: GpuOps, case: IndexCase) -> tuple[SelectedKeys, Tensor]:
     weights = IndexWeights(*(each.to(DEVICE) for each in case.weights))
     return case.run(ops.bound(case.shape, weights), DEVICE)
 
@@ -168,33 +168,33 @@ def attended(
     made = [torch.randn(n).to(DTYPE) for n in ((s.heads, s.rank, s.nope), (s.heads, s.value, s.rank))]
     weights = LatentWeights(
         made[0] / s.nope**0.5, made[1] / s.rank**0.5, torch.ones(s.rank).to(DTYPE), 1e-6,
-        Rope(angles.cos(), angles.sin()), 0.7 * (s.nope + s.rope) ** -0.5, True,
+        RopeTables(angles.cos(), angles.sin()), 0.7 * (s.nope + s.rope) ** -0.5, True,
     )  # fmt: skip
     q, kv = torch.randn(rows, s.heads * (s.nope + s.rope)).to(DTYPE), torch.randn(rows, s.rank + s.rope).to(DTYPE)
     latents = torch.randn(pages, PAGE, 1, s.width).to(DTYPE)
     chosen = _random_choice(batch.positions, batch.query_starts, tables, budget)
     moved = LatentWeights(*(each.to(DEVICE) if isinstance(each, Tensor) else each for each in weights))
-    moved = moved._replace(rope=Rope(angles.cos().to(DEVICE), angles.sin().to(DEVICE)))
+    moved = moved._replace(rope=RopeTables(angles.cos().to(DEVICE), angles.sin().to(DEVICE)))
     layer = ops.bound(sizes, moved, "f32" if DTYPE is torch.float32 else "bf16")
     there = latents.to(DEVICE)
-    on_device = Chosen(chosen.rows.to(DEVICE), chosen.counts.to(DEVICE))
+    on_device = SelectedKeys(chosen.rows.to(DEVICE), chosen.counts.to(DEVICE))
     got = layer(q.to(DEVICE), kv.to(DEVICE), batch.there(DEVICE), there, on_device).cpu()
     exact = TorchOps().bound(sizes, _wide(weights), "f32")
     return got, exact(q.float(), kv.float(), batch, latents.float(), chosen)
 
 
 def _wide(w: LatentWeights) -> LatentWeights:
-    rope = Rope(*(table.to(DTYPE).float() for table in (w.rope.cos, w.rope.sin)))
+    rope = RopeTables(*(table.to(DTYPE).float() for table in (w.rope.cos, w.rope.sin)))
     return w._replace(keys=w.keys.float(), values=w.values.float(), norm=w.norm.float(), rope=rope)
 
 
-def _random_choice(positions: Tensor, starts: Tensor, tables: Tensor, budget: int) -> Chosen:
+def _random_choice(positions: Tensor, starts: Tensor, tables: Tensor, budget: int) -> SelectedKeys:
     rows = torch.zeros(len(positions), budget, dtype=torch.int32)
     for t, position in enumerate(positions.tolist()):
         s = int((starts[1:] <= t).sum())
         some = torch.randperm(position + 1)[:budget].sort().values
         rows[t, : len(some)] = tables[s][some // PAGE] * PAGE + some % PAGE
-    return Chosen(rows, (positions + 1).clamp(max=budget).int())
+    return SelectedKeys(rows, (positions + 1).clamp(max=budget).int())
 
 
 def near(got: Tensor, expected: Tensor) -> None:

@@ -63,7 +63,7 @@ def test_a_division_holds_the_rows_and_a_matrix_keeps_its_warps(fmt: str, count:
 
 
 def test_what_steps_need_is_compiled_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: set[code_mma.Blocks] = set()
+    compiled: set[code_mma.MmaTiling] = set()
     monkeypatch.setattr(code_mma, "kernel", lambda kind, blocks, index, _: compiled.add(blocks))
     monkeypatch.setattr(code_mma, "_processors", lambda device: 132)
     for columns in (40, 2080):
@@ -91,7 +91,7 @@ def test_only_whole_panels_of_gate_and_up_are_paired(columns: int, whole: bool) 
 
 
 def test_what_pairs_need_is_compiled_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: set[tuple[code_mma.Blocks, Activation, bool]] = set()
+    compiled: set[tuple[code_mma.MmaTiling, Activation, bool]] = set()
     monkeypatch.setattr(code_mma, "kernel", lambda kind, *which: compiled.add((which[0], *which[2:])))
     monkeypatch.setattr(code_mma, "_processors", lambda device: 132)
     for columns in (64, 8192):

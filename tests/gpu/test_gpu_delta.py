@@ -46,9 +46,9 @@ def weights(shape: DeltaRule) -> DeltaWeights:
     )  # fmt: skip
 
 
-def states(shape: DeltaRule, guesses: int) -> DeltaState:
+def states(shape: DeltaRule, draft_tokens: int) -> DeltaState:
     """Full of NaN: what is not there yet must not be read. In one buffer, slot by slot, as the engine has them."""
-    places = shape.conv + 2 * guesses
+    places = shape.conv + 2 * draft_tokens
     sizes = places * shape.channels, places * 2 * shape.v_heads, shape.v_heads * shape.k_dim * shape.v_dim
     firsts = [-(-size * DTYPE.itemsize // 256) * 64 for size in sizes[:2]]
     whole = torch.full((SLOTS, sum(firsts) + sizes[2]), float("nan"), device=DEVICE)
@@ -74,12 +74,12 @@ def batch(parts: list[Part], single: int = 0) -> ForwardBatch:
 class Case:
     """Sequences with inputs of their own: row t of slot s is the same in every cut."""
 
-    def __init__(self, shape: DeltaRule, longest: int, guesses: int = 0) -> None:
+    def __init__(self, shape: DeltaRule, longest: int, draft_tokens: int = 0) -> None:
         self.shape, self.weights = shape, weights(shape)
         generator = torch.Generator().manual_seed(1)
         self.wide = torch.randn(SLOTS, longest, shape.channels + shape.values, generator=generator).to(DTYPE)
         self.narrow = torch.randn(SLOTS, longest, 2 * shape.v_heads, generator=generator).to(DTYPE)
-        self.states = states(shape, guesses)
+        self.states = states(shape, draft_tokens)
         self.delta = GpuDelta(shape, DeltaWeights(*(w.to(DEVICE) for w in self.weights)))
 
     def rows(self, x: Tensor, parts: list[Part]) -> Tensor:
@@ -243,19 +243,20 @@ class Trial(Case):
         self.got = [self.delta(*rows, before, self.states).cpu()[:5]]
         self.others, self.other_known = [], 2
 
-    def go(self, guesses: int, right: int, copies: int = 0) -> Tensor:
+    def go(self, draft_tokens: int, right: int, copies: int = 0) -> Tensor:
         """copies: of slot 0, which fill up a graph. Returns their rows."""
         known, rows = self.known, []
         for x, wrong in zip((self.wide, self.narrow), self.wrong, strict=True):
-            mine = torch.cat((x[2, known : known + 1 + right], wrong[2, known + 1 + right : known + 1 + guesses]))
+            mine = torch.cat((x[2, known : known + 1 + right], wrong[2, known + 1 + right : known + 1 + draft_tokens]))
             both = torch.cat((x[4, self.other_known : self.other_known + 1], mine))
             rows.append(torch.cat((both, both[-1:].expand(copies, -1))).to(DEVICE))
-        parts = [(4, self.other_known, self.other_known, 1), (2, known, self.folded, 1 + guesses), (0, 0, 0, copies)]
+        other = (4, self.other_known, self.other_known, 1)
+        parts = [other, (2, known, self.folded, 1 + draft_tokens), (0, 0, 0, copies)]
         out = self.delta(*rows, tried(parts), self.states).cpu()
         self.others.append(out[:1])
         self.got.append(out[1 : 2 + right])
         self.other_known, self.folded, self.known = self.other_known + 1, known + 1, known + 1 + right
-        return out[2 + guesses :]
+        return out[2 + draft_tokens :]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -284,10 +285,10 @@ def test_a_prompt_goes_on_from_guesses_that_are_not_folded_yet() -> None:
     case.check(4, torch.cat((*case.others, out[:1])), 2)
 
 
-@pytest.mark.parametrize("guesses", [0, 2])
-def test_copies_have_the_last_row_s_result(guesses: int) -> None:
+@pytest.mark.parametrize("draft_tokens", [0, 2])
+def test_copies_have_the_last_row_s_result(draft_tokens: int) -> None:
     case = Trial(AWKWARD)
-    copies = case.go(guesses, guesses, copies=3)
+    copies = case.go(draft_tokens, draft_tokens, copies=3)
     assert len(copies) == 3 and all(torch.equal(copy, case.got[-1][-1]) for copy in copies)
     case.go(0, 0)
     case.check(2, torch.cat(case.got))

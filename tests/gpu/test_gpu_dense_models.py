@@ -16,7 +16,7 @@ from tandem import _core
 from tandem.architectures.load import load_config
 from tandem.checkpoint import open_checkpoint
 from tandem.flags.engine_config import EngineConfig
-from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.batch_layout import KernelBatch
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
 from tandem.machine.gpus import Gpu
@@ -42,14 +42,14 @@ FORMATS = {name: CHOICES[name] for name in CHOICES if name.startswith(("all", "f
 class PlainAttention:
     """Where Triton's interpreter would take bfloat16 for integers."""
 
-    def begin(self, batch: BatchLayout, captured: bool) -> None: ...
+    def begin(self, batch: KernelBatch, captured: bool) -> None: ...
 
     def __call__(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        batch: BatchLayout,
+        batch: KernelBatch,
         scale: float,
         window: int,
         sinks: Tensor | None = None,

@@ -265,7 +265,7 @@ def near(one: list[dict], other: list[dict]) -> None:
 @pytest.mark.parametrize(
     "flags",
     [{}, {"speculative_algorithm": "NGRAM"}, {"enable_deterministic_inference": True}],
-    ids=["plain", "guesses", "bits"],
+    ids=["plain", "draft_tokens", "bits"],
 )
 @pytest.mark.parametrize("share", [0.0, 1.0])
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_windows_answer_alike_with_pages_of_nan(tiny_models, variant: str, share
         )
     )  # fmt: skip
     plan = parts.plan
-    layout = parts.model_config.state_layout(plan.dtype, plan.page_size, plan.guesses)
+    layout = parts.model_config.state_layout(plan.dtype, plan.page_size, plan.draft_tokens)
     count = layout.window_pages(plan.max_running_requests, plan.max_step_tokens)
     assert plan.num_window_pages == count < plan.num_pages
     first = [request(str(i), prompt_of(70 + 25 * i, i), max_tokens=30, logprobs=2) for i in range(2)]

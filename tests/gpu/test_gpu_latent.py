@@ -18,7 +18,7 @@ from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
 from paged_batches import Batch, make_batch, random_tables
 from tandem import _core
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.ops import Rope
+from tandem.kernels.ops import RopeTables
 from tandem.mechanisms.latent.absorbed import LatentSizes, LatentWeights
 
 if AVAILABLE:
@@ -69,7 +69,7 @@ class Case:
         angles = torch.rand(longest, s.rope // 2) * 6.3
         self.weights = LatentWeights(
             self.made(s.heads, s.rank, s.nope) / s.nope**0.5, self.made(s.heads, s.value, s.rank) / s.rank**0.5,
-            1 + 0.1 * self.made(s.rank), 1e-6, Rope(angles.cos(), angles.sin()), 0.7 * (s.nope + s.rope) ** -0.5,
+            1 + 0.1 * self.made(s.rank), 1e-6, RopeTables(angles.cos(), angles.sin()), 0.7 * (s.nope + s.rope) ** -0.5,
             neighbours,
         )  # fmt: skip
         self.kv = [self.made(end, s.rank + s.rope) for _, end in spans]
@@ -120,7 +120,7 @@ class Case:
         w, pages, each = self.weights, self.pages.to(DEVICE), there(self.batch)
         moved = w._replace(
             keys=w.keys.to(DEVICE), values=w.values.to(DEVICE), norm=w.norm.to(DEVICE),
-            rope=Rope(w.rope.cos.to(DEVICE), w.rope.sin.to(DEVICE)),
+            rope=RopeTables(w.rope.cos.to(DEVICE), w.rope.sin.to(DEVICE)),
         )  # fmt: skip
         layer = ops.bound(self.sizes, moved, "f32" if DTYPE is torch.float32 else "bf16")
         kv = torch.cat([self.kv[i][start:end] for i, (start, end) in enumerate(self.spans)])

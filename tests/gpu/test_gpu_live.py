@@ -18,12 +18,12 @@ from fake_copies import FakeCopies, advance, at_once
 from gpu import AVAILABLE, DEVICE, fed, needs_cuda, needs_triton
 from tandem import _core
 from tandem.bench.architectures import named_config
-from tandem.bench.placement.request import Request, traffic
+from tandem.bench.placement.request import PlacementFlags, traffic
 from tandem.bench.placement.traces import TraceShape, Zipf, expert_counts, generate
 from tandem.errors import EngineError
-from tandem.experts.live.copies import Copies, CudaCopies, hold_all
+from tandem.experts.live.copies import CudaCopies, ExchangeCopies, hold_all
 from tandem.experts.live.exchange import LiveExchange
-from tandem.experts.live.policy import Exchange
+from tandem.experts.live.virtual import Exchange
 from tandem.experts.placement import ExpertPlacement, place
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.kernels.cpu_ops import CpuOps
@@ -49,11 +49,11 @@ pytestmark = [pytest.mark.gpu, needs_triton]
 EXPERTS, HIDDEN, WIDTH, TOP_K, TOKENS = 8, 64, 48, 3, 4
 
 
-def copies() -> Copies:
+def copies() -> ExchangeCopies:
     return CudaCopies(DEVICE) if DEVICE.type == "cuda" else FakeCopies()
 
 
-def arrive(made: Copies) -> None:
+def arrive(made: ExchangeCopies) -> None:
     if isinstance(made, FakeCopies):
         made.arrive(1.0)
     else:
@@ -238,7 +238,7 @@ if AVAILABLE:
             ticket = self.layer.submit(torch.ones(1, HIDDEN).bfloat16().to(DEVICE), routing)
             self.live.beside_step()
             self.results.append((self.layer.wait(ticket).float().cpu(), int((ticket.slots >= 0).sum())))
-            self.live.after_step(1, lambda: True)
+            self.live.after_step(lambda: True)
 
 
 def test_strategies_are_measured_in_turn_on_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +270,7 @@ def test_strategies_are_measured_in_turn_on_one_model(monkeypatch: pytest.Monkey
 
 
 def test_strategies_in_turn_have_experts_on_both_sides_of_every_layer() -> None:
-    request = Request(
+    request = PlacementFlags(
         "qwen3-30b-a3b", "zipf", (0.5,), ("uniform", "front-loading", "dynamic"), "INT4", 2, 8, 1
     )
     seen = traffic(request, named_config(request.config, request.layers))
@@ -283,7 +283,7 @@ def test_strategies_in_turn_have_experts_on_both_sides_of_every_layer() -> None:
 def test_strategies_are_measured_apart_where_memory_is_short(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    request = Request("qwen3-30b-a3b", "zipf", (0.5,), ("uniform", "dynamic"), "INT4", 2, 8, 1)
+    request = PlacementFlags("qwen3-30b-a3b", "zipf", (0.5,), ("uniform", "dynamic"), "INT4", 2, 8, 1)
     seen = traffic(request, named_config(request.config, request.layers))
     small = SimpleNamespace(available_memory=1 << 28)
     with monkeypatch.context() as patched:
@@ -306,11 +306,11 @@ def test_a_replayed_trace_counts_hits_where_experts_were() -> None:
     first, second = (place(name, 2, EXPERTS, 6).gpu_experts for name in ("uniform", "random"))
     usage = TraceUsage(ExpertUsage(2, EXPERTS, device=DEVICE, padded=True, gpu_experts=first), trace, first)
     usage.tokens = 12
-    assert torch.equal(torch.from_numpy(usage.ask().tokens()).long(), expert_counts(trace[:12], EXPERTS))
+    assert torch.equal(torch.from_numpy(usage.ask().reads()).long(), expert_counts(trace[:12], EXPERTS))
     changed = (first != second).nonzero().tolist()
     usage.moved(lambda: [(layer, expert, bool(second[layer, expert])) for layer, expert in changed], 3)
     usage.tokens = 30
-    assert torch.equal(torch.from_numpy(usage.ask().tokens()).long(), expert_counts(trace, EXPERTS))
+    assert torch.equal(torch.from_numpy(usage.ask().reads()).long(), expert_counts(trace, EXPERTS))
     usage.count()
     parts = (expert_counts(trace[:12], EXPERTS) * first, expert_counts(trace[12:], EXPERTS) * second)
     assert usage.hits == int(sum(part.sum() for part in parts)) and usage.swaps == 3

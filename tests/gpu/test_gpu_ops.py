@@ -24,7 +24,7 @@ from tandem.errors import KernelError
 from tandem.formats.codes import WeightCodes, join_nibbles
 from tandem.formats.reference import decoded, magnitudes, quantise, stored
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.ops import HeadNorms, Ops, Rope, Routing, Tally
+from tandem.kernels.ops import HeadNorms, Ops, RopeTables, Routing, Tally
 from tandem.kernels.reference import TorchOps
 from tandem.mechanisms.router.scores import SCORES, Score
 from tandem.mechanisms.router.shape import Router
@@ -186,7 +186,7 @@ def test_rope_store(
             torch.zeros(pages, PAGE, kv_heads, n, dtype=torch.bfloat16, device=device) for n in (dim, value)
         )
         q = each.rope_store(
-            qkv.to(device), Rope(angles.cos().to(device), angles.sin().to(device)),
+            qkv.to(device), RopeTables(angles.cos().to(device), angles.sin().to(device)),
             there(batch) if each is ops else batch, k_pages, v_pages, heads,
             HeadNorms(*(None if w is None else w.to(device) for w in norms)),
         )  # fmt: skip
@@ -207,7 +207,7 @@ def test_rows_have_the_same_bits_among_many(
     torch.manual_seed(0)
     tables, pages = random_tables(2, 50)
     batch, angles = there(make_batch([(0, 5), (49, 50)], tables)), torch.rand(50, dim // 4) * 6.3
-    rope = Rope(angles.cos().to(DEVICE), angles.sin().to(DEVICE))
+    rope = RopeTables(angles.cos().to(DEVICE), angles.sin().to(DEVICE))
     qkv = bf16(6, ((1 + gates) * heads + kv_heads) * dim + kv_heads * value).to(DEVICE)
     norms = HeadNorms(*[] if norm == "none" else [(1 + 0.1 * bf16(dim)).to(DEVICE) for _ in "qk"])
     results = []
@@ -230,11 +230,11 @@ def test_rows_turn_by_the_row_of_the_tables_that_is_theirs(ops: Ops) -> None:
     results = []
     for rope, rows in ((angles, replace(batch, turns=turns)), (where, batch)):
         k, v = torch.zeros(2, pages, PAGE, 2, 24, dtype=torch.bfloat16).to(DEVICE).unbind()
-        tables_ = Rope(rope.cos().to(DEVICE), rope.sin().to(DEVICE))
+        tables_ = RopeTables(rope.cos().to(DEVICE), rope.sin().to(DEVICE))
         results.append((ops.rope_store(qkv.to(DEVICE), tables_, there(rows), k, v, 4), k, v))
     assert all(map(torch.equal, *results))
     rows, (k, v) = replace(batch, turns=turns), torch.zeros(2, pages, PAGE, 2, 24, dtype=torch.bfloat16).unbind()
-    expected = TorchOps().rope_store(qkv, Rope(angles.cos(), angles.sin()), rows, k, v, 4)
+    expected = TorchOps().rope_store(qkv, RopeTables(angles.cos(), angles.sin()), rows, k, v, 4)
     for got, wanted in zip(results[0], (expected, k, v), strict=True):
         near(got, wanted, 4 * BF16_ULP, 4 * BF16_ULP)
 
@@ -248,7 +248,7 @@ def test_copies_that_lie_nowhere_write_no_keys_and_values(ops: Ops) -> None:
 
     def written(slots: Tensor) -> list[Tensor]:
         into = [k.clone(), v.clone()]
-        rope = Rope(angles.cos(), angles.sin())
+        rope = RopeTables(angles.cos(), angles.sin())
         ops.rope_store(qkv, rope, replace(batch, cache_slots=slots), *into, 8)
         return into
 
@@ -266,7 +266,7 @@ def test_a_norm_over_all_heads_does_not_pass_over_gates(ops: Ops) -> None:
     angles, norms = torch.rand(5, 6).to(DEVICE), (bf16(96).to(DEVICE), bf16(48).to(DEVICE))
     with pytest.raises(KernelError, match="cannot pass over gates"):
         ops.rope_store(
-            bf16(5, 12 * 24).to(DEVICE), Rope(angles, angles), there(make_batch([(0, 5)], tables)), k, v, 4,
+            bf16(5, 12 * 24).to(DEVICE), RopeTables(angles, angles), there(make_batch([(0, 5)], tables)), k, v, 4,
             HeadNorms(*norms),
         )  # fmt: skip
 

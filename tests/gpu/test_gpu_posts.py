@@ -22,7 +22,7 @@ from tandem.engine.sampling.masks import bits_of, new_mask
 from tandem.errors import EngineError
 from tandem.experts.live.copies import CudaCopies, hold_all
 from tandem.experts.live.exchange import LiveExchange
-from tandem.experts.live.policy import Exchange
+from tandem.experts.live.virtual import Exchange
 from tandem.experts.placement import place
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Routing

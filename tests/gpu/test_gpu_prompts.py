@@ -29,13 +29,13 @@ from tandem.spec.activation import SILU, Activation, ActivationKind
 
 if AVAILABLE:
     from tandem.kernels import which
-    from tandem.kernels.gpu.expert_rows import Between
+    from tandem.kernels.gpu.expert_rows import ExpertActivation
     from tandem.kernels.gpu.ops import GpuOps
     from tandem.kernels.gpu.panels import Panels
     from tandem.kernels.gpu.prompts import grouped, products
     from tandem.kernels.gpu.prompts.code_product import activated, multiplied
     from tandem.kernels.gpu.prompts.order import order
-    from tandem.kernels.gpu.prompts.products import Part, PromptExperts, parts_of
+    from tandem.kernels.gpu.prompts.products import ExpertGroup, PromptExperts, parts_of
     from tandem.kernels.gpu.prompts.unpack import Packed, unpack
 
 pytestmark = [pytest.mark.gpu, needs_triton]
@@ -239,7 +239,7 @@ def test_products_from_codes(ops: GpuOps, fmt: str, shape: tuple[int, int], mean
     x = torch.randn(rows + 9, shape[0]).bfloat16()
     numbers = [torch.stack([decoded(expert[i]).double() for expert in made.each[1:]]) for i in range(3)]
     packed, whose = Packed(layer.pool, layer.stride, 0), torch.arange(5).repeat_interleave(counts)
-    between = activated(x.to(DEVICE), packed, layer.gate_up, ends, mean_rows, Between(shape[1]), ends)
+    between = activated(x.to(DEVICE), packed, layer.gate_up, ends, mean_rows, ExpertActivation(shape[1]), ends)
     got = multiplied(between, packed, layer.gate_up.bytes, layer.down, ends, mean_rows)
     gate, up = (torch.einsum("rk,rnk->rn", x[:rows].double(), numbers[i][whose]) for i in range(2))
     expected = torch.nn.functional.silu(gate) * up
@@ -254,8 +254,8 @@ def test_few_rows_are_not_unpacked() -> None:
     experts = 32
     tokens = max(which.MANY_TOKENS, -(-which.MANY_PAIRS * experts // TOP_K))
     reads = which.Reads(True, True)
-    assert which.gpu_way(tokens, tokens * TOP_K, experts, reads) is which.Way.PROMPTS
-    assert which.gpu_way(tokens - 1, (tokens - 1) * TOP_K, experts, reads) is which.Way.TILES
+    assert which.gpu_way(tokens, tokens * TOP_K, experts, reads) is which.ExpertPath.PROMPTS
+    assert which.gpu_way(tokens - 1, (tokens - 1) * TOP_K, experts, reads) is which.ExpertPath.TILES
 
 
 def test_an_order_says_where_each_row_lies() -> None:
@@ -280,7 +280,7 @@ def test_parts_are_read_as_soon_as_they_arrive(ops: GpuOps) -> None:
     said: list[str] = []
     assert layer.prompts is not None
     parts = [
-        Part(
+        ExpertGroup(
             part.packed,
             part.count,
             lambda i=i: said.append(f"arrive {i}"),
@@ -299,7 +299,7 @@ def test_what_grouped_products_cannot_read() -> None:
         return Panels("int4", 64, depth, depth, 4, depth * 8 + 128, depth * 8, "bf16", 32)
 
     plain = panels(64), panels(40)
-    assert PromptExperts.reads(plain, Between(40))
-    assert PromptExperts.reads(plain, Between(40, Activation("relu2")))
-    for matrices, between in ((plain, Between(42)), ((panels(60), panels(40)), Between(40))):
+    assert PromptExperts.reads(plain, ExpertActivation(40))
+    assert PromptExperts.reads(plain, ExpertActivation(40, Activation("relu2")))
+    for matrices, between in ((plain, ExpertActivation(42)), ((panels(60), panels(40)), ExpertActivation(40))):
         assert not PromptExperts.reads(matrices, between)

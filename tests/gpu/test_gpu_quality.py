@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from gpu import needs_cuda
-from tandem.cli.quality_run import Request, measure
+from tandem.cli.quality_run import QualityFlags, measure
 from tandem.quality import text as texts
-from tandem.quality.compare import Head
+from tandem.quality.compare import OutputHead
 from tandem.quality.stream import LayerStream, Variant
 from windows import some_windows
 
@@ -28,7 +28,7 @@ def logits_of(variant: Variant) -> torch.Tensor:
     stream = LayerStream(variant, some_windows())
     for index in range(len(stream.config.layers)):
         stream.advance(stream.layer(index), stream.hidden)
-    return Head(stream).logits(stream.hidden)
+    return OutputHead(stream).logits(stream.hidden)
 
 
 def rms(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -53,11 +53,11 @@ def test_layers_on_a_gpu_give_the_logits_of_the_cpu(tiny_models, share: float) -
 def test_the_divergence_of_placements_is_measured(tiny_models, text_file: Path) -> None:
     shared = {"text": text_file, "window": 64, "threads": 1}
     path = str(tiny_models["qwen3_moe-gpu"])
-    report = measure(Request(path, gpu_shares=SHARES, **shared))
+    report = measure(QualityFlags(path, gpu_shares=SHARES, **shared))
     assert [each.label for each in report.measured] == [
         "as stored, 0% on the GPU", "as stored, 50% on the GPU", "as stored, 100% on the GPU",
     ]  # fmt: skip
-    rounded = measure(Request(path, dtype="bfloat16", reference_dtype="float32", **shared)).measured[0]
+    rounded = measure(QualityFlags(path, dtype="bfloat16", reference_dtype="float32", **shared)).measured[0]
     assert rounded.divergence is not None
     for each in report.measured:
         assert each.divergence is not None and 0 < each.divergence.mean < 4 * rounded.divergence.mean

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpu import DEVICE, needs_triton
-from tandem.engine.protocol import SamplingParams
+from tandem.engine.protocol import SamplingSettings
 from tandem.engine.sampling import on_device as device_sampling
 from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.engine.sampling.logits import DeviceLogits, HostLogits, HostRows, best_of
@@ -34,7 +34,7 @@ def rows_of(count: int, seed: int, vocab: int = VOCAB, coarse: bool = False) -> 
     return (logits * 4).round() / 4 if coarse else logits
 
 
-def sequences_of(count: int, *params: SamplingParams) -> list[Sequence]:
+def sequences_of(count: int, *params: SamplingSettings) -> list[Sequence]:
     kinds = itertools.cycle(params)
     return [
         Sequence("x", i, [3, 4, 5], next(kinds), arrival=0, max_len=100, page_size=16, seed=i)
@@ -55,14 +55,14 @@ def both(logits: torch.Tensor, sequences: list[Sequence], device: str) -> tuple[
     ("top_k", "top_p", "min_p"), list(itertools.product([-1, 5, 39, 60], [1.0, 0.9, 0.2], [0.0, 0.05]))
 )
 def test_the_same_tokens_as_on_the_host(device, coarse, top_k, top_p, min_p) -> None:
-    params = [SamplingParams(temperature=t, top_k=top_k, top_p=top_p, min_p=min_p) for t in (0.5, 1.0, 3.0)]
+    params = [SamplingSettings(temperature=t, top_k=top_k, top_p=top_p, min_p=min_p) for t in (0.5, 1.0, 3.0)]
     ours, theirs = both(rows_of(90, 1, coarse=coarse), sequences_of(90, *params), device)
     assert [s.token_id for s in ours] == [s.token_id for s in theirs]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_small_vocabulary_is_its_own_candidates(device) -> None:
-    params = [SamplingParams(top_k=k, top_p=p) for k in (-1, 7, 29, 30, 500) for p in (1.0, 0.99, 0.5)]
+    params = [SamplingSettings(top_k=k, top_p=p) for k in (-1, 7, 29, 30, 500) for p in (1.0, 0.99, 0.5)]
     ours, theirs = both(rows_of(150, 2, vocab=30), sequences_of(150, *params), device)
     assert [s.token_id for s in ours] == [s.token_id for s in theirs]
 
@@ -70,7 +70,7 @@ def test_a_small_vocabulary_is_its_own_candidates(device) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("coarse", [False, True])
 def test_log_probabilities(device, coarse) -> None:
-    params = [SamplingParams(temperature=t, top_p=0.8, logprobs=n) for t in (0.0, 1.0) for n in (0, 5, 20)]
+    params = [SamplingSettings(temperature=t, top_p=0.8, logprobs=n) for t in (0.0, 1.0) for n in (0, 5, 20)]
     ours, theirs = both(rows_of(60, 3, coarse=coarse), sequences_of(60, *params), device)
     for a, b in zip(ours, theirs, strict=True):
         assert a.token_id == b.token_id and a.logprob is not None and b.logprob is not None
@@ -99,7 +99,7 @@ def test_a_row_s_norm_does_not_depend_on_the_others(vocab: int) -> None:
 def test_more_equal_tokens_than_candidates(device) -> None:
     logits = rows_of(8, 8)
     logits[::2], logits[1] = 0.5, torch.where(logits[1] > 0, 3.0, 0.0)
-    params = [SamplingParams(temperature=t, top_k=k, logprobs=3) for t in (0.0, 1.0) for k in (-1, 10)]
+    params = [SamplingSettings(temperature=t, top_k=k, logprobs=3) for t in (0.0, 1.0) for k in (-1, 10)]
     ours, theirs = both(logits, sequences_of(8, *params), device)
     assert [s.token_id for s in ours] == [s.token_id for s in theirs]
     assert [[i for i, _ in s.logprob.top] for s in ours] == [[i for i, _ in s.logprob.top] for s in theirs]
@@ -108,10 +108,10 @@ def test_more_equal_tokens_than_candidates(device) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_that_something_changes_are_chosen_on_the_host(device) -> None:
     params = [
-        SamplingParams(temperature=0.0),
-        SamplingParams(temperature=0.0, logit_bias={7: 100.0}),
-        SamplingParams(temperature=1.0, repetition_penalty=1.5),
-        SamplingParams(temperature=0.0, min_tokens=4),
+        SamplingSettings(temperature=0.0),
+        SamplingSettings(temperature=0.0, logit_bias={7: 100.0}),
+        SamplingSettings(temperature=1.0, repetition_penalty=1.5),
+        SamplingSettings(temperature=0.0, min_tokens=4),
     ]
     ours, theirs = both(rows_of(40, 4), sequences_of(40, *params), device)
     assert [s.token_id for s in ours] == [s.token_id for s in theirs]
@@ -122,7 +122,7 @@ def test_rows_that_something_changes_are_chosen_on_the_host(device) -> None:
 def test_rows_without_a_maximum_choose_nothing_and_leave_the_others_alone(device) -> None:
     logits = rows_of(6, 5)
     logits[1, 100], logits[2, 5], logits[3] = math.nan, math.inf, -math.inf
-    sampling = sequences_of(6, SamplingParams(temperature=1.0), SamplingParams(temperature=0.0))
+    sampling = sequences_of(6, SamplingSettings(temperature=1.0), SamplingSettings(temperature=0.0))
     ours, theirs = both(logits, sampling, device)
     assert [s.token_id for s in ours] == [s.token_id for s in theirs]
     assert [s.token_id < 0 for s in ours] == [False, True, True, True, False, False]
@@ -133,7 +133,7 @@ def test_rows_are_picked_and_fetched(device) -> None:
     logits = rows_of(9, 6).to(device)
     made = DeviceLogits(logits, best_of(logits).cpu(), HostRows(logits.device))
     np.testing.assert_array_equal(made.fetched(slice(2, 5)), logits[2:5].cpu().numpy())
-    chosen = made.chosen([4, 8], sequences_of(2, SamplingParams(temperature=0.0)), EOS)
+    chosen = made.chosen([4, 8], sequences_of(2, SamplingSettings(temperature=0.0)), EOS)
     assert [s.token_id for s in chosen] == logits[[4, 8]].argmax(1).tolist()
     assert made.chosen([], [], EOS) == []
 
@@ -143,7 +143,7 @@ def test_most_rows_are_decided_by_their_candidates(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(device_sampling, "CANDIDATES", 256)
     logits = 2 * rows_of(50, 7, vocab=20_000)
     sequences = sequences_of(
-        50, SamplingParams(temperature=0.6, top_p=0.95, top_k=20), SamplingParams(temperature=1.0)
+        50, SamplingSettings(temperature=0.6, top_p=0.95, top_k=20), SamplingSettings(temperature=1.0)
     )
     assert None not in device_sampling.choose(lambda rows: logits[rows], best_of(logits).numpy(), sequences)
 
@@ -164,7 +164,7 @@ def test_masked_rows_choose_what_they_choose_on_the_host(device, in_graph, chang
     """Every third row is free. In a graph the best is found by its masks, outside for the rows that need it; masks of
     guessed rows are known after the graph has run."""
     logits = rows_of(30, 7)
-    sequences = sequences_of(30, SamplingParams(**change), SamplingParams(repetition_penalty=1.2))
+    sequences = sequences_of(30, SamplingSettings(**change), SamplingSettings(repetition_penalty=1.2))
     generator = np.random.default_rng(0)
     masks = [
         None if i % 3 == 0 else bits_of(generator.integers(0, VOCAB, 1 + i * i).tolist(), VOCAB) for i in range(30)
@@ -204,7 +204,7 @@ def test_the_best_is_written_to_memory_of_the_host(rows) -> None:
 @needs_triton
 @pytest.mark.parametrize("nbytes", [4, 44, 4096, 4100, 40_028])
 def test_an_image_in_pinned_memory_is_read_whole(nbytes) -> None:
-    from tandem.kernels.gpu.memory import pinned
+    from tandem.kernels.gpu import pinned
 
     image = torch.randint(256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(nbytes))
     image = image.pin_memory() if DEVICE.type == "cuda" else image

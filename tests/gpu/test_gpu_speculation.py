@@ -18,7 +18,7 @@ from gpu_sessions import logprobs
 from kernel_cases import INVARIANT_TIER
 from tandem import LLM
 from tandem.engine.engine import Engine
-from tandem.engine.protocol import Grammar, SamplingParams
+from tandem.engine.protocol import Grammar, SamplingSettings
 from tandem.engine.speculation.foretold import Foretold
 from tandem.engine.start.loader import load_parts
 from tandem.engine.start.parts import EngineParts
@@ -107,7 +107,7 @@ def test_shapes_of_their_own_say_what_float32_says(tiny_models, variant: str, gr
     path = tiny_models[variant]
     parts = parts_of(path, 0.5, disable_cuda_graph=not graphs)
     prompts = list(PROMPTS.values())
-    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0)
+    params = SamplingSettings(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0)
     plain = LLM.from_engine(engine_of(parts, None) if graphs else Engine.from_parts(parts))
     answers = {(str(i), 0): one.token_ids for i, one in enumerate(plain.generate(prompts, params, progress=False), 1)}
     engine = Engine.from_parts(replace(parts, drafter=Foretold(answers, 0.7, parts.model_config.vocab)))

@@ -23,13 +23,13 @@ from tandem.errors import EngineError
 from tandem.experts.handoff import Handoff
 from tandem.experts.handoff_counts import HandoffSizes
 from tandem.experts.live.exchange import LiveExchange
-from tandem.experts.live.policy import Exchange
+from tandem.experts.live.virtual import Exchange
 from tandem.experts.placement import ExpertPlacement
 from tandem.formats.reference import stored
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import ExpertBiases, Routing
 from tandem.planner.forecast.stream_rates import BUS_BESIDE, StreamRates
-from tandem.spec.gpu_scratch import Ring
+from tandem.spec.gpu_scratch import StagingRing
 
 if AVAILABLE:
     from tandem.experts.hybrid_store import HybridStore
@@ -93,9 +93,9 @@ def rates(share: float, least_rows: int = 1, beside: float = 1.0) -> StreamRates
     return StreamRates(bus, 1000.0, 0.0, least_rows)
 
 
-def ring(parts: int, nbytes: int) -> Ring:
+def ring(parts: int, nbytes: int) -> StagingRing:
     """Of two experts each."""
-    return Ring(parts, 2, -(-2 * nbytes // 256) * 256)
+    return StagingRing(parts, 2, -(-2 * nbytes // 256) * 256)
 
 
 class Told:

@@ -310,13 +310,42 @@ def test_too_many_that_wait_get_429(monkeypatch):
     run_seeing(scenario)
 
 
-def test_pixels_in_use_are_bounded(monkeypatch):
-    monkeypatch.setattr(prompt_images, "MAX_HELD_PIXEL_BYTES", 64 * 64 * 3)
+def test_pixels_in_use_are_bounded():
+    """Those that are only kept make room; those of running requests do, once they end."""
 
     async def scenario(server: Seeing) -> None:
+        server.state.images._most_bytes = max(len(pixels(RED)), len(pixels(BLUE)))
         assert (await server.post(CHAT, messages=[user(image_part(RED))])).status_code == 200
-        answer = await server.post(CHAT, messages=[user(image_part(BLUE))])
+        server.answers = False
+        running = asyncio.create_task(server.post(CHAT, messages=[user(image_part(BLUE))]))
+        while len(server.seen) < 2:
+            await asyncio.sleep(0)
+        answer = await server.post(CHAT, messages=[user(image_part(RED))])
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "overloaded")
+        server.finish(server.last.request)
+        assert (await running).status_code == 200
+        del running
+        server.answers = True
+        assert (await server.post(CHAT, messages=[user(image_part(RED))])).status_code == 200
+
+    run_seeing(scenario)
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_request_whose_own_images_are_too_many_is_not_told_to_wait(older):
+    """Equal images count once. In an older turn one that is too much becomes a note."""
+
+    async def scenario(server: Seeing) -> None:
+        server.state.images._most_bytes = max(len(pixels(RED)), len(pixels(BLUE)))
+        twice = [user(image_part(RED), image_part(RED))]
+        assert (await server.post(CHAT, messages=twice)).status_code == 200
+        turns = [user(image_part(BLUE)), {"role": "assistant", "content": "ok"}, user(image_part(RED))]
+        answer = await server.post(CHAT, messages=turns if older else [user(image_part(RED), image_part(BLUE))])
+        if older:
+            assert answer.status_code == 200 and server.last.pixels == [pixels(RED)]
+        else:
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "image_too_large")
+            assert "send fewer, or smaller ones" in answer.json()["error"]["message"]
 
     run_seeing(scenario)
 

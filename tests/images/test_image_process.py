@@ -37,6 +37,11 @@ def pid(images: ImageProcess) -> int:
     return images._process.pid
 
 
+def test_the_system_ends_it_before_the_engine(images):
+    """Where memory runs out (`oom_score_adj`)."""
+    assert Path(f"/proc/{pid(images)}/oom_score_adj").read_text().strip() == "1000"
+
+
 def test_a_file_and_its_base64_have_the_same_pixels(images):
     plain = read(images, png())
     coded = images.resized(base64.b64encode(png()), "here", most_tokens=1024, base64=True)

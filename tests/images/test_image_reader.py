@@ -16,7 +16,7 @@ from tandem.engine.vision.pixels import pixels_of
 from tandem.errors import EngineError, RequestError
 from tandem.server.chat.content import Image
 from tandem.server.prompts import images
-from tandem.server.prompts.images import ImageReader, Seen, Unreadable
+from tandem.server.prompts.images import ImageReader, PreparedImage, Unreadable
 from tandem.spec.vision import Tower
 
 TOWER = Tower(
@@ -36,7 +36,7 @@ def image(shade: int, older: bool = False, data: str | None = None) -> Image:
 
 @pytest.fixture
 def reader() -> Iterator[ImageReader]:
-    made = ImageReader(TOWER, 4096)
+    made = ImageReader(TOWER, 4096, 1 << 30)
     yield made
     made.close()
 
@@ -61,7 +61,7 @@ def test_pixels_of_another_image_are_never_read(reader: ImageReader) -> None:
 def test_too_many_older_images_become_notes_and_the_newest_are_shown(reader: ImageReader, monkeypatch: Any) -> None:
     monkeypatch.setattr(images, "MAX_IMAGES", 3)
     answers = read(reader, *[image(i, older=True) for i in range(4)], image(9))
-    assert [type(one) for one in answers] == [Unreadable, Unreadable, Seen, Seen, Seen]
+    assert [type(one) for one in answers] == [Unreadable, Unreadable, PreparedImage, PreparedImage, PreparedImage]
     assert "newer images" in answers[0].why
     with pytest.raises(RequestError, match="at most 3 images"):
         read(reader, *[image(i) for i in range(4)])
@@ -70,14 +70,16 @@ def test_too_many_older_images_become_notes_and_the_newest_are_shown(reader: Ima
 def test_too_many_pixels_likewise(reader: ImageReader, monkeypatch: Any) -> None:
     monkeypatch.setattr(images, "MAX_IMAGE_PIXELS", 2 * 64 * 64)
     answers = read(reader, *[image(i, older=True) for i in range(3)], image(9))
-    assert [type(one) for one in answers] == [Unreadable, Unreadable, Seen, Seen]
+    assert [type(one) for one in answers] == [Unreadable, Unreadable, PreparedImage, PreparedImage]
 
 
 def test_the_decoder_s_time_is_divided(reader: ImageReader, monkeypatch: Any) -> None:
     monkeypatch.setattr(images, "MAX_DECODE_SECONDS", 0.0)
     answers = read(reader, *[image(i, older=True) for i in range(3)])
-    assert [type(one) for one in answers] == [Unreadable, Unreadable, Seen]
-    assert [type(one) for one in read(reader, image(2, older=True), image(2))] == [Seen, Seen], "known ones take none"
+    assert [type(one) for one in answers] == [Unreadable, Unreadable, PreparedImage]
+    assert [type(one) for one in read(reader, image(2, older=True), image(2))] == [PreparedImage, PreparedImage], (
+        "known ones take none"
+    )
 
 
 def test_an_older_image_that_cannot_be_read_is_tried_once(reader: ImageReader, monkeypatch: Any) -> None:

@@ -14,7 +14,7 @@ from pictures import png
 from seeing_model import save_chatting
 from seeing_server import url
 from tandem import LLM, SamplingParams
-from tandem.cli.chat import Conversation
+from tandem.cli.chat import ChatSession
 from tandem.cli.chat_client import ChatClient, ChatError
 from tandem.errors import RequestError
 
@@ -98,7 +98,7 @@ def test_kt_chat_shows_pictures_with_the_next_message(tmp_path):
 def test_the_command_takes_a_path_as_terminals_write_it(tmp_path):
     (tmp_path / "a picture.png").write_bytes(RED)
     client, console = ChatClient("http://127.0.0.1:1"), Console(file=io.StringIO())
-    conversation = Conversation(client, console)
+    conversation = ChatSession(client, console)
     for path in (f"{tmp_path}/a picture.png", f"'{tmp_path}/a picture.png'", f"{tmp_path}/a\\ picture.png"):
         assert conversation._command(f"/image {path}")
     assert client.images == [url(RED)] * 3

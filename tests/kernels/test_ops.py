@@ -17,7 +17,7 @@ from paged_batches import PAGE, Batch, make_batch, random_tables
 from tandem import _core
 from tandem.errors import KernelError
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.ops import ColumnRun, HeadNorms, Rope
+from tandem.kernels.ops import ColumnRun, HeadNorms, RopeTables
 from tandem.kernels.reference import TorchOps
 from tandem.mechanisms.router.shape import Router
 
@@ -77,7 +77,7 @@ def test_rope_store(
     tables, pages = random_tables(2, 50)
     batch = make_batch([(0, 21), (49, 50)], tables)
     angles = torch.rand(50, rotary // 2) * 6.3
-    rope = Rope(angles.cos(), angles.sin())
+    rope = RopeTables(angles.cos(), angles.sin())
     value_dim = head_dim - narrower
     qkv = torch.randn(22, (heads + kv_heads) * head_dim + kv_heads * value_dim).to(dtype)
     sizes = {"none": None, "head": (head_dim, head_dim), "all": (heads * head_dim, kv_heads * head_dim)}[norm]
@@ -163,7 +163,7 @@ def test_rows_turn_by_the_row_of_the_tables_that_is_theirs(ops: CpuOps, dtype: t
         (ops, where, batch),
     ):
         k, v = torch.zeros(2, pages, PAGE, 2, 24, dtype=dtype).unbind()
-        q = each.rope_store(qkv, Rope(rope.cos(), rope.sin()), rows, k, v, 4)
+        q = each.rope_store(qkv, RopeTables(rope.cos(), rope.sin()), rows, k, v, 4)
         results.append((q, k, v, each.attention(q, k, v, rows, 0.2)))
     for first, second, third in zip(*results, strict=True):
         assert_near(first, second, 50, size=4.0)
@@ -177,7 +177,7 @@ def test_keys_that_are_values_too(ops: CpuOps, dtype: torch.dtype) -> None:
     heads, head_dim, rotary, spans = 33, 52, 12, [(0, 37), (48, 49)]
     tables, pages = random_tables(2, 50)
     angles = torch.rand(50, rotary // 2) * 6.3
-    rope, batch = Rope(angles.cos(), angles.sin()), make_batch(spans, tables)
+    rope, batch = RopeTables(angles.cos(), angles.sin()), make_batch(spans, tables)
     qk, results = torch.randn(38, (heads + 1) * head_dim).to(dtype), []
     old = torch.randn(pages, PAGE, 1, head_dim).to(dtype)
     for each in (ops, TorchOps()):

@@ -15,8 +15,8 @@ from tandem.kernels.which import (
     FEW_TOKENS,
     MANY_PAIRS,
     MANY_TOKENS,
+    ExpertPath,
     Reads,
-    Way,
     cpu_kernel,
     gpu_way,
 )
@@ -37,13 +37,13 @@ def test_a_cpu_changes_kernels_once(tier: str, fmt: str) -> None:
 
 def test_a_gpu_goes_from_pairs_to_tiles_to_unpacked_weights() -> None:
     few, tiles = FEW_TOKENS * 8, MANY_PAIRS * 128
-    assert gpu_way(FEW_TOKENS, few, 128, CODES) is Way.MMA
-    assert gpu_way(FEW_TOKENS, few, 128, Reads(False, True)) is Way.ROWS
-    assert gpu_way(FEW_TOKENS + 1, few + 8, 128, CODES) is Way.TILES
-    assert gpu_way(MANY_TOKENS * 9, tiles, 128, CODES) is Way.PROMPTS
-    assert gpu_way(MANY_TOKENS * 9, tiles, 128, Reads(True, False)) is Way.TILES
-    assert gpu_way(MANY_TOKENS * 9, tiles - 1, 128, CODES) is Way.TILES
-    assert gpu_way(MANY_TOKENS - 1, tiles, 2, CODES) is Way.TILES
+    assert gpu_way(FEW_TOKENS, few, 128, CODES) is ExpertPath.MMA
+    assert gpu_way(FEW_TOKENS, few, 128, Reads(False, True)) is ExpertPath.ROWS
+    assert gpu_way(FEW_TOKENS + 1, few + 8, 128, CODES) is ExpertPath.TILES
+    assert gpu_way(MANY_TOKENS * 9, tiles, 128, CODES) is ExpertPath.PROMPTS
+    assert gpu_way(MANY_TOKENS * 9, tiles, 128, Reads(True, False)) is ExpertPath.TILES
+    assert gpu_way(MANY_TOKENS * 9, tiles - 1, 128, CODES) is ExpertPath.TILES
+    assert gpu_way(MANY_TOKENS - 1, tiles, 2, CODES) is ExpertPath.TILES
 
 
 def test_codes_of_many_rows_are_decoded_in_registers_where_they_can_be() -> None:
@@ -51,10 +51,10 @@ def test_codes_of_many_rows_are_decoded_in_registers_where_they_can_be() -> None
     most = CODES_PAIRS * 128
     for unpacks in (True, False):
         reads = Reads(True, unpacks, codes=True)
-        assert gpu_way(FEW_TOKENS, FEW_TOKENS * 8, 128, reads) is Way.MMA
-        assert gpu_way(FEW_TOKENS + 1, FEW_TOKENS * 8 + 8, 128, reads) is Way.CODES
-        assert gpu_way(most // 8, most, 128, reads) is Way.CODES
-        assert gpu_way(most // 8 + 1, most + 8, 128, reads) is (Way.PROMPTS if unpacks else Way.TILES)
+        assert gpu_way(FEW_TOKENS, FEW_TOKENS * 8, 128, reads) is ExpertPath.MMA
+        assert gpu_way(FEW_TOKENS + 1, FEW_TOKENS * 8 + 8, 128, reads) is ExpertPath.CODES
+        assert gpu_way(most // 8, most, 128, reads) is ExpertPath.CODES
+        assert gpu_way(most // 8 + 1, most + 8, 128, reads) is (ExpertPath.PROMPTS if unpacks else ExpertPath.TILES)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

@@ -19,7 +19,7 @@ LAYER = {  # what a layer of experts on the scalar tier needs
     "experts/store": "expert_layer expert_bytes expert_rows places node_slices",
     "experts/run": "expert_run down foreseen_run own_pairs routing_plan",
     "ops": "workspace integer_rows",
-    "format": "interleave layout pack quantise scale_table staged",
+    "format": "grids interleave layout pack quantise scale_table staged",
     "runtime": "worker_pool memory bulk_copy",
     "runtime/files": "mapped_file readable_file",
     "tier/scalar": "vectors",
@@ -69,7 +69,7 @@ def compiled(folder: Path, source: Path, flags: tuple[str, ...]) -> Path:
 
 
 def compiler(flags: tuple[str, ...], *arguments: object) -> None:
-    command = ["c++", "-std=c++20", "-O1", "-g", f"-I{ROOT / 'csrc'}", *flags, "-pthread"]
+    command = ["c++", "-std=c++20", "-O1", "-g", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'src/tandem'}", *flags, "-pthread"]
     subprocess.run([*command, *map(str, arguments)], check=True, capture_output=True, text=True)
 
 

@@ -30,7 +30,7 @@ from tandem.mechanisms.shared_kv.weights import SharedKvWeights
 from tandem.planner.choices.speculation import speculation, speculation_notices
 from tandem.planner.plan import Plan
 from tandem.planner.resolve import resolve
-from tandem.spec.drafts import GuessBlock
+from tandem.spec.drafts import DraftBlockShape
 from tandem.spec.model_config import ModelConfig
 from tandem.spec.rope import Rope
 from tiny import file_tensors
@@ -124,7 +124,7 @@ def test_a_dspark_draft_that_is_not_run_is_named(tiny_models, changes: dict[str,
 
 def test_drafts_are_told_apart(tiny_models) -> None:
     model = changed(tiny_models, num_nextn_predict_layers=1, **DSPARK)
-    assert model.drafts is not None and model.drafts.block == GuessBlock(5, 3, 7, (1, 2, 3), 256)
+    assert model.drafts is not None and model.drafts.block == DraftBlockShape(5, 3, 7, (1, 2, 3), 256)
     assert not model.draft and not model.unread_keys
     plain, guessing = (changed(tiny_models, num_nextn_predict_layers=count) for count in (0, 1))
     assert plain.draft == guessing.draft == "" and plain.drafts is None and guessing.drafts is not None

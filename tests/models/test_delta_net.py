@@ -13,7 +13,7 @@ from tandem import LLM, SamplingParams, _core
 from tandem.engine.speculation.foretold import Foretold
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.mechanisms.delta_net.shape import DeltaRule
-from tandem.mechanisms.delta_net.torch import Delta, DeltaState, DeltaWeights, TorchDelta
+from tandem.mechanisms.delta_net.torch import DeltaOperator, DeltaState, DeltaWeights, TorchDelta
 from tandem.models.batch import ForwardBatch
 from tandem.spec.norm import Norm
 
@@ -29,9 +29,9 @@ def weights(shape: DeltaRule, dtype: torch.dtype) -> DeltaWeights:
     )  # fmt: skip
 
 
-def states(shape: DeltaRule, dtype: torch.dtype, guesses: int = 0) -> DeltaState:
+def states(shape: DeltaRule, dtype: torch.dtype, draft_tokens: int = 0) -> DeltaState:
     """Full of NaN: what is not there yet must not be read."""
-    places = shape.conv + 2 * guesses
+    places = shape.conv + 2 * draft_tokens
     inputs = torch.full((SLOTS, places, shape.channels), float("nan"), dtype=dtype)
     gates = torch.full((SLOTS, places, 2 * shape.v_heads), float("nan"), dtype=dtype)
     return DeltaState(inputs, gates, torch.full((SLOTS, shape.v_heads, shape.k_dim, shape.v_dim), float("nan")))
@@ -102,25 +102,27 @@ Tried = tuple[int, int, int, int, int]
 """Slot, tokens before, those that its memory holds, new rows, those that are sure."""
 
 
-def guessing(parts: list[Tried]) -> ForwardBatch:
+def speculative(parts: list[Tried]) -> ForwardBatch:
     made = batch([(slot, before, new) for slot, before, _, new, _ in parts])
     folded, sure = (torch.tensor([part[i] for part in parts], dtype=torch.int32) for i in (2, 4))
     return replace(made, folded=folded, sure=sure)
 
 
-def verified(delta: Delta, kept: DeltaState, wide: Tensor, narrow: Tensor, steps: list[tuple[int, int]]) -> Tensor:
+def verified(
+    delta: DeltaOperator, kept: DeltaState, wide: Tensor, narrow: Tensor, steps: list[tuple[int, int]]
+) -> Tensor:
     """Rows of slot 2 behind a prompt of 5; steps: of guesses, and how many are right. Wrong rows are others'."""
     wrong_wide, wrong_narrow = -wide, narrow.flip(0)
-    out = [delta(wide[:5], narrow[:5], guessing([(2, 0, 0, 5, 5)]), kept)]
+    out = [delta(wide[:5], narrow[:5], speculative([(2, 0, 0, 5, 5)]), kept)]
     known = folded = 5
-    for guesses, came in steps:
-        end, last = known + 1 + came, known + 1 + guesses
+    for draft_tokens, came in steps:
+        end, last = known + 1 + came, known + 1 + draft_tokens
         rows = [torch.cat([x[known:end], other[end:last]])
                 for x, other in ((wide, wrong_wide), (narrow, wrong_narrow))]  # fmt: skip
-        got = delta(rows[0], rows[1], guessing([(2, known, folded, 1 + guesses, 1)]), kept)
+        got = delta(rows[0], rows[1], speculative([(2, known, folded, 1 + draft_tokens, 1)]), kept)
         out.append(got[: 1 + came])
         folded, known = known + 1, end
-    rest = [delta(x, y, guessing([(2, known, folded, len(x), len(x))]), kept)
+    rest = [delta(x, y, speculative([(2, known, folded, len(x), len(x))]), kept)
             for x, y in [(wide[known:], narrow[known:])]]  # fmt: skip
     return torch.cat([*out, *rest])
 
@@ -153,14 +155,14 @@ def test_guesses_beside_others_and_too_many_of_them() -> None:
     kept = states(SHAPE, torch.float32, 2)
     delta(wide[:8], narrow[:8], batch([(1, 0, 4), (3, 0, 4)]), kept)
     before = kept.memory.clone()
-    delta(wide[8:], narrow[8:], guessing([(3, 4, 4, 1, 1), (1, 4, 4, 3, 0)]), kept)
+    delta(wide[8:], narrow[8:], speculative([(3, 4, 4, 1, 1), (1, 4, 4, 3, 0)]), kept)
     assert torch.equal(kept.memory[1], before[1]) and not torch.equal(kept.memory[3], before[3])
     with pytest.raises(ValueError, match="too few places"):
-        delta(wide[:7], narrow[:7], guessing([(1, 4, 4, 7, 1)]), kept)
+        delta(wide[:7], narrow[:7], speculative([(1, 4, 4, 7, 1)]), kept)
     with pytest.raises(ValueError, match="tokens that are not there"):
-        delta(wide[:1], narrow[:1], guessing([(1, 4, 5, 1, 1)]), kept)
+        delta(wide[:1], narrow[:1], speculative([(1, 4, 5, 1, 1)]), kept)
     with pytest.raises(ValueError, match="more rows are sure"):
-        delta(wide[:1], narrow[:1], guessing([(1, 4, 4, 1, 2)]), kept)
+        delta(wide[:1], narrow[:1], speculative([(1, 4, 4, 1, 2)]), kept)
 
 
 def test_others_in_the_batch_change_nothing() -> None:
@@ -179,8 +181,10 @@ def test_a_slot_that_is_not_there_is_refused() -> None:
 
 
 @pytest.mark.parametrize("variant", ["qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "qwen4_exp"])
-@pytest.mark.parametrize("guessing", [False, True])
-def test_a_second_turn_gives_the_answer_of_a_server_without_a_cache(tiny_models, variant: str, guessing: bool) -> None:
+@pytest.mark.parametrize("speculative", [False, True])
+def test_a_second_turn_gives_the_answer_of_a_server_without_a_cache(
+    tiny_models, variant: str, speculative: bool
+) -> None:
     """Greedy text with a snapshot equals text computed from nothing, and few rows are computed for it. Also where a
     snapshot was taken behind guesses that had come and were not folded yet."""
     flags = {
@@ -190,13 +194,13 @@ def test_a_second_turn_gives_the_answer_of_a_server_without_a_cache(tiny_models,
         "page_size": 4,
         "max_running_requests": 2,
     }
-    guesses = {"speculative_algorithm": "NGRAM", "disable_speculative_governor": True} if guessing else {}
-    cached = LLM(str(tiny_models[variant]), **flags, **guesses)
+    draft_tokens = {"speculative_algorithm": "NGRAM", "disable_speculative_governor": True} if speculative else {}
+    cached = LLM(str(tiny_models[variant]), **flags, **draft_tokens)
     plain = LLM(str(tiny_models[variant]), **flags, disable_radix_cache=True)
     sampling = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     prompt = list(range(40, 90))
     known: dict[tuple[str, int], list[int]] = {}
-    if guessing:
+    if speculative:
         cached.engine._speculation._drafter = Foretold(known, 0.8, cached.engine.model_config.vocab)
     for turn in range(3):
         answers = [plain.generate([prompt], sampling)[0]]
@@ -207,4 +211,4 @@ def test_a_second_turn_gives_the_answer_of_a_server_without_a_cache(tiny_models,
             assert answers[0].cached_tokens >= len(prompt) - 3 - 2 * 4
         prompt = [*prompt, *answers[0].token_ids, 7, 8, 9]
     stats = cached.engine.stats().speculation
-    assert not guessing or stats.right_guesses > 0
+    assert not speculative or stats.right_guesses > 0

@@ -13,7 +13,7 @@ from tandem import _core
 from tandem.architectures.load import load_config
 from tandem.checkpoint import open_checkpoint
 from tandem.engine.state.arrays import allocate
-from tandem.experts import CpuExperts, Experts
+from tandem.experts import CpuExperts, RoutedExperts
 from tandem.experts.handoff import Handoff
 from tandem.experts.handoff_counts import HandoffSizes
 from tandem.experts.hybrid_experts import HybridExperts
@@ -33,7 +33,7 @@ class ListeningExperts:
 
     places = None
 
-    def __init__(self, experts: Experts, heard: list[tuple[str, Tensor]], listens: bool = True) -> None:
+    def __init__(self, experts: RoutedExperts, heard: list[tuple[str, Tensor]], listens: bool = True) -> None:
         self._experts, self.heard, self.listens = experts, heard, listens
 
     def takes_hints(self, rows: int) -> bool:
@@ -86,7 +86,7 @@ def logits(model: Model, rows: int = ROWS, *, chunk: bool = False) -> Tensor:
         return model.forward(batch, states).clone()
 
 
-@pytest.mark.parametrize("chunk", [False, True], ids=["sequences", "guesses"])
+@pytest.mark.parametrize("chunk", [False, True], ids=["sequences", "draft_tokens"])
 @pytest.mark.parametrize("variant", ["qwen3_moe", "glm4_moe-plain", "mixtral"])
 def test_every_next_layer_is_asked_between_submit_and_wait(tiny_models, variant, chunk: bool) -> None:
     model, heard = made(tiny_models[variant], ListeningExperts)

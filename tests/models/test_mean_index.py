@@ -13,7 +13,7 @@ from kernel_cases import TIERS, require_tier
 from paged_batches import PAGE, Batch, make_batch, random_tables
 from tandem import _core
 from tandem.errors import ConfigError
-from tandem.kernels.chosen import Chosen
+from tandem.kernels.chosen import SelectedKeys
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
 from tandem.mechanisms.mean_index.shape import MeanIndex
@@ -61,14 +61,14 @@ class Case:
         made.slots = torch.arange(1, len(spans) + 1).int()
         return made
 
-    def step(self, index: ChooseBlocks, spans: list[tuple[int, int]]) -> Chosen:
+    def step(self, index: ChooseBlocks, spans: list[tuple[int, int]]) -> SelectedKeys:
         """What rows [start, end) of each sequence choose."""
         q, k = (
             torch.cat([given[i][slice(*span)] for given, span in zip(self.given, spans, strict=True)]) for i in range(2)
         )
         return index(q, k, Pass(self.batch(spans), torch.empty(0)), self.kept)  # type: ignore[arg-type]
 
-    def whole(self, index: ChooseBlocks) -> Chosen:
+    def whole(self, index: ChooseBlocks) -> SelectedKeys:
         return self.step(index, [(0, n) for n in self.lengths])
 
     def keys(self, which: int) -> Tensor:
@@ -188,7 +188,7 @@ def test_rows_attend_to_what_they_have_chosen(tier: str, dtype: torch.dtype) -> 
     for pages in (k, v):
         pages.view(places, groups, dim)[used] = torch.randn(len(used), groups, dim, generator=g).to(dtype)
     case = Case(shape_of(), [4])
-    way, asked = ops(tier).bound(case.shape, case.weights), Chosen(chosen, counts.int())
+    way, asked = ops(tier).bound(case.shape, case.weights), SelectedKeys(chosen, counts.int())
     got = way.attend(q, k, v, asked, 0.2).view(rows, heads, dim)
     for t, count in enumerate(counts.tolist()):
         there = chosen[t, :count].long()
@@ -198,7 +198,7 @@ def test_rows_attend_to_what_they_have_chosen(tier: str, dtype: torch.dtype) -> 
         exact = torch.einsum("hn,nhd->hd", shares, values)
         unit = dim * 2.0**-22 if dtype is torch.float32 else 2.0**-8
         assert (got[t].double() - exact).abs().max() <= 4 * unit * max(1.0, float(exact.abs().max()))
-        alone = way.attend(q[t : t + 1], k, v, Chosen(chosen[t : t + 1], asked.counts[t : t + 1]), 0.2)
+        alone = way.attend(q[t : t + 1], k, v, SelectedKeys(chosen[t : t + 1], asked.counts[t : t + 1]), 0.2)
         assert tier == "torch" or torch.equal(alone.view(heads, dim), got[t])
 
 

@@ -13,10 +13,10 @@ from kernel_cases import TIERS, require_tier
 from paged_batches import PAGE, Batch, make_batch, random_tables
 from tandem import _core
 from tandem.errors import ConfigError, KernelError
-from tandem.kernels.chosen import Chosen
+from tandem.kernels.chosen import SelectedKeys
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
-from tandem.mechanisms.token_index.pooled import PooledIndex, PooledKeys, PoolWeights
+from tandem.mechanisms.token_index.pooled import KeyPoolWeights, PooledIndex, PooledKeys
 from tandem.mechanisms.token_index.shape import Index
 from tandem.models.passing import Pass
 from tandem.spec.rope import still
@@ -43,7 +43,7 @@ class Case:
         torch.manual_seed(1)
         self.shape, self.lengths, self.dtype = shape, lengths, dtype
         self.tables, pages = random_tables(len(lengths), max(lengths))
-        self.weights = PoolWeights(
+        self.weights = KeyPoolWeights(
             torch.rand(s.dim, generator=g) + 0.5, torch.randn(s.dim, generator=g) / 4,
             torch.randn(s.pool, s.dim, generator=g),
         )  # fmt: skip
@@ -60,14 +60,14 @@ class Case:
         made.slots = torch.arange(1, len(spans) + 1).int()
         return made
 
-    def step(self, index: PooledIndex, spans: list[tuple[int, int]]) -> Chosen:
+    def step(self, index: PooledIndex, spans: list[tuple[int, int]]) -> SelectedKeys:
         """What rows [start, end) of each sequence choose."""
         q, made, gates = (
             torch.cat([given[i][slice(*span)] for given, span in zip(self.given, spans, strict=True)]) for i in range(3)
         )
         return index(q, made, gates, Pass(self.batch(spans), torch.empty(0)), self.kept)  # type: ignore[arg-type]
 
-    def whole(self, index: PooledIndex) -> Chosen:
+    def whole(self, index: PooledIndex) -> SelectedKeys:
         return self.step(index, [(0, n) for n in self.lengths])
 
     def keys(self, which: int) -> Tensor:
@@ -153,7 +153,7 @@ def test_many_pools_are_several_chunks(tier: str) -> None:
     _check_last(case, case.step(ops(tier).bound(shape, case.weights), [(2990, 3000)]), 2990)
 
 
-def _check_last(case: Case, found: Chosen, first: int) -> None:
+def _check_last(case: Case, found: SelectedKeys, first: int) -> None:
     s, (q, _, gates) = case.shape, case.given[0]
     for i, (row, count) in enumerate(zip(found.rows, found.counts.tolist(), strict=True)):
         t = first + i

@@ -20,9 +20,8 @@ from plans import GIB, MOE, machine, model_of
 from tandem.architectures.load import load_config
 from tandem.checkpoint import open_checkpoint
 from tandem.cli.app import app
-from tandem.cli.quality_run import Request, measure
+from tandem.cli.quality_run import QualityFlags, measure
 from tandem.engine.state.arrays import allocate
-from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import CheckpointError, ConfigError
 from tandem.machine.gpus import Gpu
 from tandem.mechanisms.experts.shape import Experts
@@ -31,11 +30,12 @@ from tandem.models import build
 from tandem.models.layers import DecoderLayer
 from tandem.planner.plan import Plan
 from tandem.quality import text as texts
-from tandem.quality.compare import Head
+from tandem.quality.compare import OutputHead
 from tandem.quality.measures import Divergence, divergences, kept_rows, losses, top_tokens
 from tandem.quality.saved_logits import Origin, SavedLogits, writing
 from tandem.quality.stream import WORKSPACE_BYTES, LayerStream, Variant
 from tandem.spec.stored import StoredFormats
+from tandem.text.tokenizer import Tokenizer
 from tiny import VARIANTS, file_tensors
 from windows import some_windows
 
@@ -67,7 +67,7 @@ def test_streamed_layers_give_the_models_bits(tiny_models, variant: str, dtype: 
     stream = LayerStream(Variant(path, dtype=dtype, threads=1), windows)
     for index in range(len(stream.config.layers)):
         stream.advance(stream.layer(index), stream.hidden)
-    got = Head(stream).logits(stream.hidden)
+    got = OutputHead(stream).logits(stream.hidden)
     model = build(stream.config, stream.plan, open_checkpoint(path), stream.ops)
     with torch.inference_mode():
         for span, batch in zip(windows.spans, stream._batches, strict=True):
@@ -96,7 +96,7 @@ def test_windows_cover_the_text_once(tiny_models) -> None:
 
 
 def test_the_default_text_is_long_enough_for_the_default_tokens(demo_dir: Path) -> None:
-    assert len(Tokenizer.load(demo_dir).encode(texts.default_text())) >= Request("demo").tokens
+    assert len(Tokenizer.load(demo_dir).encode(texts.default_text())) >= QualityFlags("demo").tokens
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -179,8 +179,8 @@ def test_summary_of_divergences() -> None:
 # -- from checkpoints to numbers ---
 
 
-def request(model: Path, text: Path, **changes: object) -> Request:
-    base = Request(str(model), text=text, window=100, tokens=300, dtype=F32, reference_dtype=F32, threads=1)
+def request(model: Path, text: Path, **changes: object) -> QualityFlags:
+    base = QualityFlags(str(model), text=text, window=100, tokens=300, dtype=F32, reference_dtype=F32, threads=1)
     return replace(base, **changes)
 
 
@@ -364,7 +364,7 @@ def test_models_of_different_shape_are_refused(tiny_models, text_file: Path, tmp
 
 
 def test_late_experts_diverge_and_the_usual_way_does_not(tiny_models, text_file: Path) -> None:
-    request = Request(str(tiny_models["qwen3_moe"]), text=text_file, window=64, threads=1, late=1)
+    request = QualityFlags(str(tiny_models["qwen3_moe"]), text=text_file, window=64, threads=1, late=1)
     usual, late = measure(request).measured
     assert (usual.label, late.label) == ("as stored", "as stored, 1 late")
     assert usual.divergence is not None and late.divergence is not None
@@ -374,4 +374,4 @@ def test_late_experts_diverge_and_the_usual_way_does_not(tiny_models, text_file:
 
 def test_late_experts_of_a_layer_alone_are_not_measured() -> None:
     with pytest.raises(ConfigError, match="leave out --layer-kl or --kt-max-deferred-experts-per-token"):
-        Request("demo", late=1, layer_kl=True)
+        QualityFlags("demo", late=1, layer_kl=True)

@@ -119,7 +119,7 @@ class Guessing(Session):
         super().__init__(path, ops=CpuOps(_core.WorkerPool([-1, -1]), _core.supported_tiers()[-1]))
         from tandem.engine.state.arrays import allocate
 
-        layout = self.config.state_layout("float32", self.page, guesses=3)
+        layout = self.config.state_layout("float32", self.page, draft_tokens=3)
         self.states = allocate(layout, 3 * self.pages, slots=4).arrays
         for array in (array for arrays in self.states for array in arrays):
             array.fill_(float("nan"))

@@ -18,7 +18,7 @@ from tandem.bench.step_bound import gpu_step_bytes
 from tandem.bench.stored import stored_as
 from tandem.bench.synthetic import SyntheticCheckpoint
 from tandem.checkpoint import open_checkpoint
-from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.engine.protocol import GenerateRequest, SamplingSettings
 from tandem.errors import ConfigError
 from tandem.formats.codes import WeightCodes
 from tandem.kernels.cpu_ops import CpuOps
@@ -30,7 +30,7 @@ from tiny import VARIANTS, save_tiny, settings
 
 SPARSE = ["deepseek_v32", "glm_moe_dsa"]
 FLAGS = {"dtype": "float32", "kt_cpuinfer": 2, "page_size": 4, "max_running_requests": 3}
-GREEDY = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
+GREEDY = SamplingSettings(temperature=0.0, max_tokens=14, ignore_eos=True)
 
 
 @pytest.fixture(params=["torch", "core"])

@@ -16,10 +16,10 @@ from tandem.checkpoint import open_checkpoint
 from tandem.errors import ConfigError
 from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.step_rows import Step
+from tandem.kernels.step_rows import StepContext
 from tandem.kernels.this_machine import this_machine
 from tandem.mechanisms.recurrence.cpu import CpuFolds
-from tandem.mechanisms.recurrence.tokens import Tokens
+from tandem.mechanisms.recurrence.tokens import RecurrentTokens
 from tandem.mechanisms.recurrence.torch import Folds, Taps, TorchFolds, taps_of
 from tandem.models import ForwardBatch
 from tandem.models.passing import Pass
@@ -36,16 +36,16 @@ def folds_of(tier: str) -> Folds:
     return TorchFolds() if tier == "torch" else CpuFolds(CpuOps(_core.WorkerPool([-1, -1]), tier))
 
 
-def tokens_of(g: torch.Generator, corrects: bool) -> Tokens:
+def tokens_of(g: torch.Generator, corrects: bool) -> RecurrentTokens:
     """Keys of unit length where the memory is corrected, which else would grow."""
     asked, written = (torch.randn(LENGTH, GROUPS, KEYS, generator=g) for _ in range(2))
     decay = -torch.rand(LENGTH, HEADS, KEYS if corrects else 1, generator=g)
     beta = torch.rand(LENGTH, HEADS, generator=g) if corrects else None
     written = F.normalize(written, dim=-1) if corrects else written
-    return Tokens(asked, written, torch.randn(LENGTH, HEADS, VALUES, generator=g), decay, beta)
+    return RecurrentTokens(asked, written, torch.randn(LENGTH, HEADS, VALUES, generator=g), decay, beta)
 
 
-def exact(tokens: Tokens) -> Tensor:
+def exact(tokens: RecurrentTokens) -> Tensor:
     """One sequence from nothing, float64."""
     asked, written, values, decay = (part.double() for part in tokens[:4])
     asked, written = (part.repeat_interleave(HEADS // GROUPS, 1) for part in (asked, written))
@@ -60,7 +60,7 @@ def exact(tokens: Tokens) -> Tensor:
     return torch.stack(rows)
 
 
-def step_of(pieces: list[tuple[int, int, int]]) -> Step:
+def step_of(pieces: list[tuple[int, int, int]]) -> StepContext:
     """(slot, first position, rows) of each sequence."""
     rows = [count for _, _, count in pieces]
     starts = torch.tensor([0, *rows]).cumsum(0).int()
@@ -102,7 +102,9 @@ def test_every_cut_gives_what_float64_gives(tier: str, cuts: list[int], corrects
     memory, at = torch.randn(4, HEADS, KEYS, VALUES, generator=g), 0
     for count in cuts:
         parts = zip(*each, strict=True)
-        both = Tokens(*(None if a is None else torch.cat([a[at : at + count], b[at : at + count]]) for a, b in parts))
+        both = RecurrentTokens(
+            *(None if a is None else torch.cat([a[at : at + count], b[at : at + count]]) for a, b in parts)
+        )
         seen = folds.folded(both, step_of([(3, at, count), (1, at, count)]), memory)
         for kept, part in zip(found, seen.split(count), strict=True):
             kept.append(part)

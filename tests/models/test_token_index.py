@@ -13,7 +13,7 @@ from kernel_cases import TIERS, require_tier
 from paged_batches import PAGE, IndexCase, check_choice
 from tandem import _core
 from tandem.errors import KernelError
-from tandem.kernels.chosen import Chosen
+from tandem.kernels.chosen import SelectedKeys
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
 from tandem.mechanisms.token_index.cpu import CpuChosenAttention
@@ -129,7 +129,7 @@ def test_attention_over_a_choice_agrees_with_float64(tier: str, dtype: torch.dty
     assert (theirs - exact).abs().max() <= rounding * exact.abs().max()
 
 
-def _attended(q: Tensor, pages: Tensor, chosen: Chosen) -> Tensor:
+def _attended(q: Tensor, pages: Tensor, chosen: SelectedKeys) -> Tensor:
     rows = []
     for x, which, count in zip(q, chosen.rows.long(), chosen.counts.tolist(), strict=True):
         known = pages.flatten(0, 2)[which[:count]]

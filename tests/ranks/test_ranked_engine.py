@@ -59,7 +59,7 @@ def test_drafts_of_n_grams_are_computed_by_all_ranks(tiny_models, tmp_path, vari
         found = LLM.from_engine(engine).generate(REPEATED, long, progress=False)
     assert [one.token_ids for one in found] == expected
     steps = [msgspec.msgpack.decode(data, type=StepList) for data in other.steps]
-    assert sum(rows.guesses for step in steps for rows in step.rows) > 0
+    assert sum(rows.draft_tokens for step in steps for rows in step.rows) > 0
 
 
 def test_answers_with_a_grammar_are_those_of_one_rank(tiny_models, tmp_path) -> None:

@@ -25,7 +25,7 @@ from tandem.mechanisms.grouped_query.shape import Gqa
 from tandem.models import build
 from tandem.planner.ranks.cut import cut, divided, possible_ranks
 from tandem.spec.model_config import head_rows
-from tandem.spec.shard import Shard
+from tandem.spec.shard import RankShard
 from tiny import VARIANTS, TinyModels, settings
 
 BLOCK_COUNT, SUMMANDS = 12, 64
@@ -157,11 +157,11 @@ def test_what_a_cut_through_groups_holds(four, tmp_path) -> None:
         assert isinstance(own, WeightCodes) and own.group == 64 and whole.group == 128
         assert torch.equal(own.codes, whole.codes[:, columns])
         assert torch.equal(decoded(own), decoded(whole)[:, columns])
-    parts = [cut(model, Shard(rank, 4), stored.experts.along, stored) for rank in range(4)]
+    parts = [cut(model, RankShard(rank, 4), stored.experts.along, stored) for rank in range(4)]
     bytes = sum(part.expert_bytes("stored", stored.experts) for part in parts)
     more = model.hidden * 256 * 4 / 128  # a float32 scale for every row of panels
     assert bytes - model.expert_bytes("stored", stored.experts) == pytest.approx(more, abs=4)
-    halves = [cut(model, Shard(rank, 2), stored.experts.along, stored) for rank in range(2)]
+    halves = [cut(model, RankShard(rank, 2), stored.experts.along, stored) for rank in range(2)]
     assert sum(half.expert_bytes("stored", stored.experts) for half in halves) == pytest.approx(
         model.expert_bytes("stored", stored.experts), abs=2
     )
@@ -174,21 +174,21 @@ def test_a_draft_layer_is_divided_too(tiny_models, tmp_path, family) -> None:
     path = make(source, tmp_path / "drafted").path
     ranks = next(n for n in possible_ranks(load_model_config(path)) if n > 1)
 
-    def guesses(session: Session) -> torch.Tensor:
+    def draft_tokens(session: Session) -> torch.Tensor:
         batch = session.batch([(0, prompts()[0])])
         session.model.forward(batch, session.states)
         return session.model.draft(None, batch, session.states)[1]
 
     with torch.inference_mode():
-        whole = guesses(Session(path, drafts=True))
-    for got in with_ranks(ranks, path, TorchOps, guesses, drafts=True):
+        whole = draft_tokens(Session(path, drafts=True))
+    for got in with_ranks(ranks, path, TorchOps, draft_tokens, drafts=True):
         assert (got - whole).abs().max() < ROUNDING * whole.abs().max()
 
 
 # -- what ranks hold ---
 
 
-class Counted(safetensors.Checkpoint):
+class Counted(safetensors.SafetensorsCheckpoint):
     """Counts the numbers of matrices that are read, by their tensors' names."""
 
     def __init__(self, path) -> None:
@@ -214,7 +214,7 @@ def test_the_planner_counts_what_ranks_read(tiny_models, variant) -> None:
     """Of all matrices; and what no rank has alone is what all have."""
     path, model = tiny_models[variant], load_model_config(tiny_models[variant])
     ranks, whole = several(variant, tiny_models)[-1], numbers_read(path, model)
-    each = [cut(model, Shard(rank, ranks)) for rank in range(ranks)]
+    each = [cut(model, RankShard(rank, ranks)) for rank in range(ranks)]
     read = [numbers_read(path, own) for own in each]
     for own, found in zip(each, read, strict=True):
         assert found.total() == planned(own)
@@ -246,10 +246,12 @@ def copies(model, ranks: int) -> int:
 
 def test_states_are_divided_with_their_heads(tiny_models) -> None:
     def token(variant: str, ranks: int) -> int:
-        return cut(load_model_config(tiny_models[variant]), Shard(0, ranks)).state_layout("bfloat16").token_bytes
+        return cut(load_model_config(tiny_models[variant]), RankShard(0, ranks)).state_layout("bfloat16").token_bytes
 
     def slot(variant: str, ranks: int) -> int:
-        return cut(load_model_config(tiny_models[variant]), Shard(0, ranks)).state_layout("bfloat16").rewritten_bytes
+        return (
+            cut(load_model_config(tiny_models[variant]), RankShard(0, ranks)).state_layout("bfloat16").rewritten_bytes
+        )
 
     assert token("qwen3_moe", 1) == 4 * token("qwen3_moe", 4)
     assert token("qwen3_moe-yarn", 1) == 2 * token("qwen3_moe-yarn", 2) == 2 * token("qwen3_moe-yarn", 4)
@@ -273,7 +275,7 @@ def test_states_are_divided_with_their_heads(tiny_models) -> None:
 )
 def test_what_cannot_be_divided_is_named(tiny_models, variant, ranks, unit, message) -> None:
     with pytest.raises(ConfigError, match=f"^--tensor-parallel-size {ranks}: .*{message}"):
-        cut(load_model_config(tiny_models[variant]), Shard(0, ranks), unit)
+        cut(load_model_config(tiny_models[variant]), RankShard(0, ranks), unit)
 
 
 @pytest.mark.parametrize("dense", [False, True])
@@ -284,4 +286,4 @@ def test_groups_of_codes_stay_whole(wide, tmp_path, dense) -> None:
     what = "o_proj" if dense else "down_proj"
     said = rf"^--tensor-parallel-size 8: model.*{what} is fp8 128x128, and its 256 inputs .* 1, 2, 4$"
     with pytest.raises(ConfigError, match=said):
-        build(cut(load_model_config(path), Shard(0, 8)), plan(), open_checkpoint(path), TorchOps())
+        build(cut(load_model_config(path), RankShard(0, 8)), plan(), open_checkpoint(path), TorchOps())

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from quiet_clock import QuietClock
-from tandem.engine.text.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate
 from tandem.errors import CheckpointError, RequestError
 from tandem.server.errors import ApiError
 from tandem.server.prompts import template_process
 from tandem.server.prompts.template_process import TemplateProcess
+from tandem.text.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 HOSTILE = {

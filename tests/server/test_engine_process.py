@@ -17,7 +17,7 @@ import zmq
 from fake_model import VOCAB, FakeModel, fake_config, fake_engine, fake_plan
 from idle_engine import PLAN, IdleEngine
 from quiet_clock import PATIENCE
-from tandem.engine.protocol import ExpertTraffic, GenerateRequest, LookAtExperts, SamplingParams
+from tandem.engine.protocol import ExpertTraffic, GenerateRequest, LookAtExperts, SamplingSettings
 from tandem.errors import EngineError
 from tandem.flags.engine_config import EngineConfig
 from tandem.server import engine_process
@@ -136,7 +136,7 @@ def test_why_it_could_not_start_is_one_line_and_a_trace_is_of_bugs_alone(
 def test_who_comes_while_a_step_runs_is_handled_after_it() -> None:
     """A step hears of requests alone. Messages keep their order, and an engine without work does not sleep on them."""
     engine, told = IdleEngine(), []
-    requests = [GenerateRequest(id=name, prompt_ids=[5], sampling=SamplingParams()) for name in "ab"]
+    requests = [GenerateRequest(id=name, prompt_ids=[5], sampling=SamplingSettings()) for name in "ab"]
     wire, sent, step = Wire(requests[0]), [], engine.step
 
     def stepped(comes) -> list:

@@ -16,11 +16,11 @@ import echo_tokenizer
 from server_harness import LocalServer, local_server
 from server_requests import CHAT, error_of, run, user
 from tandem.engine.limits import TokenLimit
-from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import RequestError
 from tandem.server.errors import ApiError
 from tandem.server.prompts import reader as prompts
 from tandem.server.prompts.reader import PromptReader
+from tandem.text.tokenizer import Tokenizer
 
 LONG = "0123456789" * 1_000_000
 STALL_SECONDS = 0.1

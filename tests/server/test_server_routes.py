@@ -13,6 +13,7 @@ from echo_tokenizer import EchoTokenizer
 from server_harness import LocalServer
 from server_requests import CHAT, error_of, run, user
 from tandem.engine import limits as engine_limits
+from tandem.engine.sampling import parameters
 from tandem.flags.engine_config import EngineConfig
 from tandem.server import limits
 
@@ -182,7 +183,7 @@ def test_the_documentation_says_what_is_so():
     run(scenario)
     for number in (
         limits.MAX_PROMPTS, limits.MAX_MESSAGES, limits.MAX_TOP_LOGPROBS, limits.MAX_OPEN_ANSWERS,
-        engine_limits.MAX_ANSWERS,
+        parameters.MAX_ANSWERS,
         engine_limits.MAX_STOP_STRINGS, engine_limits.MAX_STOP_CHARS, engine_limits.MAX_STOP_TOKENS,
         engine_limits.MAX_LOGIT_BIAS,
     ):  # fmt: skip

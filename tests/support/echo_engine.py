@@ -29,7 +29,7 @@ from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.flags.engine_config import EngineConfig
 from tandem.planner.choices.decision import Decision
 from tandem.planner.choices.speculation import SpeculationPlan
-from tandem.planner.forecast.ledger import RAM, VRAM, Entry, Ledger
+from tandem.planner.forecast.ledger import RAM, VRAM, Ledger, LedgerEntry
 from tandem.server.engine_process import LoadedEngine
 
 PAGES, CONTEXT = 2048, 4096
@@ -210,8 +210,13 @@ class DividedMeter(ExpertMeter):
 
 
 LEDGERS = (
-    Ledger(RAM, (Entry("experts", 6 << 30, "of the CPU"), Entry("KV cache", 1 << 30, "tokens")), 20 << 30, 24 << 30),
-    Ledger(VRAM, (Entry("GPU experts", 3 << 30, "the most used"),), 10 << 30, 12 << 30),
+    Ledger(
+        RAM,
+        (LedgerEntry("experts", 6 << 30, "of the CPU"), LedgerEntry("KV cache", 1 << 30, "tokens")),
+        20 << 30,
+        24 << 30,
+    ),
+    Ledger(VRAM, (LedgerEntry("GPU experts", 3 << 30, "the most used"),), 10 << 30, 12 << 30),
 )
 DECISIONS = (Decision("kernel tier", "avx2", "the best that this CPU has"),)
 

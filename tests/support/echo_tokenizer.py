@@ -7,9 +7,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from tandem.engine.text.token_table import TokenTable
 from tandem.errors import CheckpointError, ConfigError
 from tandem.flags.engine_config import EngineConfig
+from tandem.text.token_table import TokenTable
 
 if TYPE_CHECKING:
     import pytest
@@ -49,7 +49,7 @@ class EchoTokenizer:
         return ()
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **_: Any) -> str:
-        return str(messages[-1]["content"])
+        return str(messages[-1]["content"]) if messages else ""
 
 
 def seen_by_the_template(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
@@ -58,7 +58,7 @@ def seen_by_the_template(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]
 
     def noted(self: EchoTokenizer, messages: list[dict[str, Any]], **_: Any) -> str:
         seen[:] = messages
-        return str(messages[-1]["content"])
+        return str(messages[-1]["content"]) if messages else ""
 
     monkeypatch.setattr(EchoTokenizer, "apply_chat_template", noted)
     return seen

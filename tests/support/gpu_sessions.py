@@ -21,7 +21,8 @@ from tandem.engine.state.arrays import allocate
 from tandem.experts.live.copies import CudaCopies, hold_all
 from tandem.experts.live.exchange import LiveExchange
 from tandem.experts.live.live_experts import LiveExperts
-from tandem.experts.live.policy import Exchange, LivePolicy, PolicySettings
+from tandem.experts.live.policy import LivePolicy, PolicySettings
+from tandem.experts.live.virtual import Exchange
 from tandem.experts.residency import Residency
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.kernels.cpu_ops import CpuOps
@@ -30,7 +31,7 @@ from tandem.models import ForwardBatch, build
 from tandem.planner.gpu_plan import GpuPlan
 from tandem.planner.plan import Plan
 from tandem.planner.ranks.cut import cut
-from tandem.spec.shard import Shard
+from tandem.spec.shard import RankShard
 from tiny import VOCAB
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class Session:
         foresight: bool = True,
         late: int = 0,
         prompts: tuple[int, ...] = (),
-        spared: int = 0,
+        reserved_sms: int = 0,
         meeting: Meeting | None = None,
     ) -> None:
         """meeting: with other ranks, each of which has a part of the model."""
@@ -134,7 +135,7 @@ class Session:
         from tandem.engine.step.batch import StepShape
 
         config = load_config(path)
-        config = config if meeting is None else cut(config, Shard(meeting.rank, meeting.ranks))
+        config = config if meeting is None else cut(config, RankShard(meeting.rank, meeting.ranks))
         experts = config.routed_experts
         made = replace(plan(share, graphs, experts, patience, moving, foresight), expert_format=fmt)
         made = replace(made, gpu=replace(made.gpu, deferred=late, uuid=gpu_of(meeting)))
@@ -153,12 +154,12 @@ class Session:
         order_posts(made, self.side)
         layout = config.state_layout("bfloat16", PAGE)
         kept = allocate(layout, ROWS * PAGES, torch.device("cuda"), ROWS + 2)
+        live = restless(self.side, self.usage) if moving else None
         self.slots = kept.slots  # of sequence s: s + 1; the last is spare
         self.runner = GpuRunner(
             self.model, kept.arrays, self.side.handoff,
-            GraphPlan(graphs, PAGES, prompts=prompts, spared=spared, one_stream=meeting is not None),
-            StepShape(PAGE, 256), usage=self.usage, live=restless(self.side, self.usage) if moving else None,
-            begin_step=begin_step(self.side, None),
+            GraphPlan(graphs, PAGES, prompts=prompts, reserved_sms=reserved_sms, one_stream=meeting is not None),
+            StepShape(PAGE, 256), usage=self.usage, live=live, begin_step=begin_step(self.side, None, live),
         )  # fmt: skip
 
     def step(self, rows: list[int], first: int, count: int) -> Tensor:

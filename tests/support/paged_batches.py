@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from tandem.kernels.chosen import Chosen
+from tandem.kernels.chosen import SelectedKeys
 from tandem.mechanisms.token_index.shape import Index
 from tandem.mechanisms.token_index.torch import IndexWeights, TorchTokenIndex
 
@@ -72,13 +72,13 @@ class IndexCase:
     def batch(self, spans: list[tuple[int, int]]) -> Batch:
         return make_batch(spans, self.tables)
 
-    def chosen(self, index, spans: list[tuple[int, int]], cache: Tensor) -> Chosen | None:
+    def chosen(self, index, spans: list[tuple[int, int]], cache: Tensor) -> SelectedKeys | None:
         """cache: where `index` computes, as everything that it is given."""
         rows, at = [slice(*span) for span in spans], cache.device
         q, k, gates = (torch.cat([x[i][r] for i, r in enumerate(rows)]) for x in (self.q, self.k, self.gates))
         return index(q.to(at), k.to(at), gates.to(at), self.batch(spans).there(at), cache)
 
-    def run(self, index, device: torch.device | None = None) -> tuple[Chosen, Tensor]:
+    def run(self, index, device: torch.device | None = None) -> tuple[SelectedKeys, Tensor]:
         """What the last rows of the spans choose; pages, of which nothing that was never written may matter."""
         shape = self.pages, PAGE, 1, self.shape.dim
         cache, before = torch.full(shape, float("nan"), dtype=self.dtype), [(0, start) for start, _ in self.spans]
@@ -87,7 +87,7 @@ class IndexCase:
         cache = cache.to(device)
         chosen = self.chosen(index, self.spans, cache)
         assert chosen is not None
-        return Chosen(chosen.rows.cpu(), chosen.counts.cpu()), cache.cpu()
+        return SelectedKeys(chosen.rows.cpu(), chosen.counts.cpu()), cache.cpu()
 
     def exact(self, cache: Tensor) -> list[Tensor]:
         """Scores in float64 of every token that a row sees, with the keys that are cached and queries that are rounded
@@ -102,7 +102,7 @@ class IndexCase:
                 found.append(self.gates[i][t].double() @ (q[t] @ keys[: t + 1].T).relu())
         return found
 
-    def positions(self, chosen: Chosen) -> list[Tensor]:
+    def positions(self, chosen: SelectedKeys) -> list[Tensor]:
         """Of each row's choice, in its order."""
         batch, found = self.batch(self.spans), []
         for t, (rows, count) in enumerate(zip(chosen.rows.long(), chosen.counts.tolist(), strict=True)):
@@ -112,7 +112,7 @@ class IndexCase:
         return found
 
 
-def check_choice(case: IndexCase, chosen: Chosen, cache: Tensor) -> None:
+def check_choice(case: IndexCase, chosen: SelectedKeys, cache: Tensor) -> None:
     """Each row has as many as it may, in order, and none is worse than one that was left out. Scores are sums of
     heads * dim products in float32."""
     budget, terms = case.shape.budget, case.shape.heads * case.shape.dim

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from tandem.engine.engine import Engine
-from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.engine.protocol import GenerateRequest, SamplingSettings
 from tandem.engine.start.loader import load_parts
 from tandem.engine.start.parts import EngineParts
 from tandem.experts.usage.expert_usage import ExpertUsage
-from tandem.experts.usage.recorder import ExpertRecorder, RecorderOptions, Rows
+from tandem.experts.usage.recorder import ExpertRecorder, RecordedRows, RecorderOptions
 from tandem.experts.usage.usage_file import UsageRecord, read_usage
 from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.reference import TorchOps
@@ -32,7 +32,7 @@ class Steps:
         self.recorder = ExpertRecorder(self.usage, (0, 2, 5), self.options, "made-up")
         self._generator = torch.Generator().manual_seed(4)
 
-    def run(self, *rows: Rows, fail: bool = False) -> Tensor:
+    def run(self, *rows: RecordedRows, fail: bool = False) -> Tensor:
         """ids [rows, layers, top_k]."""
         count = sum(r.length for r in rows)
         self.usage.begin(count)
@@ -64,7 +64,7 @@ def tiny_parts(path: Path, directory: Path, **flags) -> EngineParts:
 
 
 def generate(engine: Engine, *prompts: list[int], answer: int = 6) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True)
+    params = SamplingSettings(temperature=0.0, max_tokens=answer, ignore_eos=True)
     for i, prompt in enumerate(prompts):
         engine.add(GenerateRequest(id=str(i), prompt_ids=prompt, sampling=params))
     while engine.has_work():

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from quiet_clock import PATIENCE
-from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.engine.protocol import GenerateRequest, SamplingSettings
 from tandem.server import supervisor
 from tandem.server.engine_client import EngineClient
 
@@ -20,7 +20,7 @@ def engine_path() -> str:
 
 
 def request(name: str, prompt: list[int], **sampling) -> GenerateRequest:
-    return GenerateRequest(id=name, prompt_ids=prompt, sampling=SamplingParams(**sampling))
+    return GenerateRequest(id=name, prompt_ids=prompt, sampling=SamplingSettings(**sampling))
 
 
 async def until(condition, seconds: float = PATIENCE) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tandem import _core
-from tandem.kernels.cpu_images import Threads
+from tandem.kernels.cpu_images import ImageThreads
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.images import ImageShape
 from tandem.kernels.reference import TorchOps
@@ -37,7 +37,7 @@ def test_every_patch_sees_all(threads: int, shape: tuple[int, ...], dtype: torch
 
 def test_threads_may_run_where_the_engines_thread_could() -> None:
     """It has one CPU once it runs steps."""
-    threads = Threads(2)
+    threads = ImageThreads(2)
     all_cpus = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(all_cpus)})
     assert threads.pool().submit(os.sched_getaffinity, 0).result() == all_cpus

@@ -8,13 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from plans import machine
+from plans import machine, with_gpu
 from tandem.architectures.load import config_from_dict, load_config
 from tandem.checkpoint import load_model_config
 from tandem.flags.engine_config import EngineConfig
 from tandem.planner.choices.images import TEXT_ONLY
 from tandem.planner.resolve import resolve
-from tandem.planner.vision_costs import FEATURE_BYTES, feature_bytes, image_flops, image_seconds, tower_params
+from tandem.planner.vision_costs import (
+    FEATURE_BYTES,
+    feature_bytes,
+    image_flops,
+    image_seconds,
+    pixel_bytes,
+    tower_params,
+)
 from tandem.spec.vision import Processor, Tower
 from tiny import file_tensors
 from tiny_seeing import PROCESSOR, SEEING, save_seeing
@@ -62,11 +69,18 @@ def test_a_plan_names_the_tower_and_its_memory(paths) -> None:
     assert said.value == "1024 tokens each at most" and "for a megapixel" in said.reason and plan.image_tokens == 1024
     entries = {entry.name: entry.nbytes for entry in plan.ledgers[0].entries}
     assert entries["vision tower"] > 0 and entries["image features"] == FEATURE_BYTES and entries["image scratch"] > 0
+    assert entries["images of requests"] == plan.image_pixel_bytes == pixel_bytes(machine().available_memory)
     assert plan.blind == "" and without.blind == "--disable-vision was given" and without.image_tokens == 0
-    assert not {"vision tower", "image features"} & {entry.name for entry in without.ledgers[0].entries}
+    named = {entry.name for entry in without.ledgers[0].entries}
+    assert not {"vision tower", "image features", "images of requests"} & named
     workspace = [entries["workspace"], {e.name: e.nbytes for e in without.ledgers[0].entries}["workspace"]]
     assert workspace[0] == workspace[1]
     assert planned(paths["qwen3_vl_moe"], image_max_tokens=300).image_tokens == 300
+
+
+@pytest.mark.parametrize("gib, mib", [(4, 256), (16, 512), (64, 2048), (1024, 2048)])
+def test_pixels_of_requests_have_a_share_of_memory(gib: int, mib: int) -> None:
+    assert pixel_bytes(gib << 30) == mib << 20
 
 
 def test_a_plan_of_text_says_nothing_of_images(tiny_models) -> None:
@@ -126,3 +140,17 @@ def test_a_cap_bounds_both_limits() -> None:
     assert QWEN3_VL.capped(256).processor.max_pixels == 256 * 32**2
     small = replace(QWEN3_VL, processor=replace(QWEN3_VL.processor, min_pixels=1 << 20)).capped(16).processor
     assert small.min_pixels == small.max_pixels == 16 * 32**2
+
+
+def test_beside_a_gpu_pixels_are_the_server_s(paths) -> None:
+    """The tower is the GPU's; both ledgers lose theirs without images."""
+    config = EngineConfig.from_keywords(str(paths["qwen3_vl_moe"]))
+    model = load_model_config(paths["qwen3_vl_moe"])
+    plan = resolve(config, model, with_gpu())
+    places = [{entry.name: entry.nbytes for entry in ledger.entries} for ledger in plan.ledgers]
+    gpu, ram = sorted(places, key=lambda names: "vision tower" not in names)
+    assert "images of requests" not in gpu and "vision tower" not in ram
+    assert ram["images of requests"] == plan.image_pixel_bytes > 0
+    blind = resolve(replace(config, disable_vision=True), model, with_gpu())
+    assert blind.image_pixel_bytes == 0
+    assert not any(entry.name == "images of requests" for ledger in blind.ledgers for entry in ledger.entries)

@@ -50,7 +50,7 @@ WAYS: dict[str, dict[str, object]] = {
     "chunks": {"chunked_prefill_size": 3},
     "no prefixes": {"disable_radix_cache": True},
     "tight": {"max_total_tokens": 60, "context_length": 48, "chunked_prefill_size": 8},
-    "guesses": {"speculative_algorithm": "NGRAM", "disable_speculative_governor": True},
+    "draft_tokens": {"speculative_algorithm": "NGRAM", "disable_speculative_governor": True},
     "deterministic": {"enable_deterministic_inference": True},
 }
 
@@ -60,6 +60,8 @@ WAYS: dict[str, dict[str, object]] = {
 def test_answers_are_those_of_transformers(saved, variant: str, way: str) -> None:
     path, asked = saved(variant), PROMPTS
     engine = engine_of(path, **WAYS[way])
+    if way == "tight":  # whole images between steps: answers then need their pages at the same time
+        engine._scheduler.pace.slice_seconds = lambda share=0.0: 60.0
     found = answers(engine, *(request(name, each) for name, each in asked.items()))
     for name, each in asked.items():
         check(path, each, found[name, 0])
@@ -170,14 +172,14 @@ def test_pixels_in_shared_memory(saved, tmp_path) -> None:
 def test_those_who_decode_go_on_while_an_image_is_read(saved) -> None:
     """A piece a step at least, and no more than fits a slice."""
     engine = engine_of(saved("qwen3_vl_moe"))
-    engine._scheduler.pace.slice_seconds = lambda: 0.0
+    engine._scheduler.pace.slice_seconds = lambda share=0.0: 0.0
     engine.add(request("a", PLAIN, max_tokens=60))
     while not engine.step():
         pass
     engine.add(request("b", ONE))
     steps = [engine.step() for _ in range(4)]
     assert all(any(each.id == "a" for each in outputs) for outputs in steps)
-    assert engine._encoder.under_way and engine._scheduler.running[1].computed_len == 6  # text before it
+    assert engine._encoder.under_way and engine._scheduler.running[1].computed_len == 0  # its text waits for it
     engine.abort("b")
     engine.step()
     assert not engine._encoder.under_way and engine.stats().images == 0
@@ -185,10 +187,34 @@ def test_those_who_decode_go_on_while_an_image_is_read(saved) -> None:
     engine.close()
 
 
-def test_features_that_are_held_make_others_wait(saved) -> None:
-    """Room for one image: two requests, each with two, still end."""
+def test_many_images_are_one_chunk(saved) -> None:
+    """Few rows in front of an image wait for it. Images that are there are taken at the admission."""
     path = saved("qwen3_vl_moe")
-    engine = engine_of(path, chunked_prefill_size=4)
+    engine = engine_of(path)
+    many = prompt(*(part for i in range(20) for part in (text(1, i), image(16, 16, i))), text(3))
+    for name, longer in (("a", many), ("b", prompt(text(2, 40), image(16, 16, 3), text(4, 5)))):
+        before = engine.stats()
+        check(path, longer, answers(engine, request(name, longer))[name, 0])
+        assert engine.stats().steps - before.steps == 12  # the prompt and its first token, then 11 more
+        assert engine.stats().images == 20
+    engine.close()
+
+
+def test_a_long_text_in_front_of_an_image_does_not_wait(saved) -> None:
+    engine = engine_of(saved("qwen3_vl_moe"), chunked_prefill_size=8, max_running_requests=8)
+    engine.add(request("a", prompt(text(21), WIDE, text(2))))
+    engine.step()
+    engine.step()
+    assert engine._scheduler.running[0].computed_len == 16
+    engine.abort("")
+    engine.close()
+
+
+@pytest.mark.parametrize("chunk", [4, None])
+def test_features_that_are_held_make_others_wait(saved, chunk: int | None) -> None:
+    """Room for one image: two requests, each with two, still end. Where nothing else fits, few rows do not wait."""
+    path = saved("qwen3_vl_moe")
+    engine = engine_of(path, chunked_prefill_size=chunk)
     engine._encoder._cache._most = 10 * engine._encoder._token_bytes
     first, second = prompt(text(2), WIDE, text(2), OTHER, text(2)), prompt(text(3), OTHER, text(2), TALL, text(2))
     found = answers(engine, request("a", first), request("b", second))

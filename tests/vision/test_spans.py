@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.engine.protocol import GenerateRequest, SamplingSettings
 from tandem.engine.vision.spans import ImageSpan, PixelSource, check_images
 from tandem.errors import RequestError
 from tandem.planner.choices.images import TEXT_ONLY
@@ -21,7 +21,7 @@ IDS = [1, 7, 9, 9, 8]
 
 
 def test_a_request_with_images_comes_back_as_it_went() -> None:
-    request = GenerateRequest(id="a", prompt_ids=IDS, sampling=SamplingParams(), images=(SPAN,))
+    request = GenerateRequest(id="a", prompt_ids=IDS, sampling=SamplingSettings(), images=(SPAN,))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=GenerateRequest) == request
 
 

@@ -10,7 +10,7 @@ import torch
 from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
 from tandem.engine.graphs.pool import GraphPool
 from tandem.engine.graphs.prefill_graphs import ChunkInputs
-from tandem.engine.protocol import SamplingParams
+from tandem.engine.protocol import SamplingSettings
 from tandem.engine.sequence import Chunk, Sequence, show
 from tandem.engine.step.batch import BatchArrays, moved
 from tandem.engine.step.path import Path, background_path_of, path_of
@@ -26,7 +26,7 @@ ASKED = prompt(text(3), image(16, 24), text(2), image(8, 40, 1), text(4))  # 6 a
 
 
 def sequence(asked: Prompt, computed: int = 0) -> Sequence:
-    made = Sequence("a", 0, list(asked.ids), SamplingParams(), arrival=0, max_len=64, page_size=PAGE, seed=0)
+    made = Sequence("a", 0, list(asked.ids), SamplingSettings(), arrival=0, max_len=64, page_size=PAGE, seed=0)
     show([made], asked.images, TOWER)
     made.add_pages(list(range(16)))
     made.computed_len = made.folded_len = computed

@@ -14,7 +14,7 @@ import echo_engine
 from quiet_clock import PATIENCE
 from server_harness import LocalServer, listening_server, local_state
 from server_requests import error_of, pages_are_back
-from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenOutput
+from tandem.engine.protocol import GenerateRequest, SamplingSettings, TokenOutput
 from tandem.errors import TandemError
 from tandem.server import request_stream
 from tandem.server.guard import bodies, protocol
@@ -113,7 +113,6 @@ FORMS = {"/v1/messages": {"type", "error", "request_id"}, "/api/chat": {"error"}
 @pytest.mark.parametrize("path", FORMS)
 def test_every_refusal_has_its_dialects_form(path: str, monkeypatch) -> None:
     """Whether the route, the gate or the protocol refuses."""
-    monkeypatch.setattr(protocol, "BODY_SECONDS", 0.2)
     key = {"authorization": "Bearer right"}
 
     def check(body: dict, what: int) -> None:
@@ -138,6 +137,7 @@ def test_every_refusal_has_its_dialects_form(path: str, monkeypatch) -> None:
         for status, answer in answers.items():
             assert answer.status_code == status, answer.text
             check(answer.json(), status)
+        monkeypatch.setattr(protocol, "BODY_SECONDS", 0.2)  # the large body above may take longer
         connection = await Connection.to(server)
         head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nx-api-key: right\r\nContent-Length: 9\r\n\r\n{{"
         await connection.send(head.encode())
@@ -269,7 +269,7 @@ def test_a_stream_that_is_read_too_slowly_ends_with_its_reason(monkeypatch) -> N
 
     async def go() -> None:
         state, loop, _ = local_state()
-        sampling = SamplingParams(max_tokens=3000, ignore_eos=True)
+        sampling = SamplingSettings(max_tokens=3000, ignore_eos=True)
         stream = state.client.submit([GenerateRequest(id="slow", prompt_ids=[97], sampling=sampling)])
         for _ in range(200):
             loop.turn()

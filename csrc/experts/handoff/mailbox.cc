@@ -10,6 +10,7 @@
 #include <thread>
 #include <utility>
 
+#include "experts/mailbox_words.h"
 #include "runtime/signal.h"
 
 namespace tandem {
@@ -17,18 +18,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-enum Word {
-  kPosted = 0,
-  kLayer = 1,
-  kTokens = 2,
-  kFlags = 3,
-  kDone = 32,
-  kFailed = 64,
-  kGaveUp = 96,
-  kHinted = 128,
-  kHintLayer = 129,
-  kHintIds = 130
-};
 constexpr int64_t kHeaderBytes = 640;
 constexpr int kPollsPerClock = 64;
 constexpr size_t kMostWork = 4;
@@ -36,7 +25,7 @@ constexpr int64_t kAll = int64_t{1} << 30;  // experts that are kept: none is la
 
 int64_t aligned(int64_t bytes) { return (bytes + 127) / 128 * 128; }
 
-std::atomic_ref<uint32_t> word(uint8_t* memory, Word index) {
+std::atomic_ref<uint32_t> word(uint8_t* memory, MailboxWord index) {
   return std::atomic_ref<uint32_t>(reinterpret_cast<uint32_t*>(memory)[index]);
 }
 

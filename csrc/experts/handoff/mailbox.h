@@ -8,7 +8,7 @@
 //                     64 failed                      written by the CPU: no answer will come
 //                     96 gave_up                     written by the GPU: it waits no longer
 //                     128 hinted, 129 layer,         written by the GPU; `hinted` last
-//                     130 ids
+//                     130 ids                        experts/mailbox_words.h names them for both
 //   from byte 640     x [tokens, hidden] bf16, ids [tokens, top_k] i32, weights f32, result [tokens, hidden] f32,
 //                     each aligned to 128 bytes; the same a second time where experts may be late; hints i32
 //

@@ -49,9 +49,9 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
         pre_norm(attention[kind], hashed if router == HASHED else experts, norm, hyper)
         for kind, router in zip(_kinds(keys, count), _routers(keys, count), strict=True)
     ]
-    guessing = Drafts(pre_norm(attention[SLIDING], experts, norm, hyper), norm)
+    drafts = Drafts(pre_norm(attention[SLIDING], experts, norm, hyper), norm)
     base = assembled(keys, generation, tuple(layers), norm)
-    return with_block(keys, base, guessing) if keys.get(BLOCK_SIZE) else _with_draft(keys, base, guessing)
+    return with_block(keys, base, drafts) if keys.get(BLOCK_SIZE) else _with_draft(keys, base, drafts)
 
 
 def _refuse_others(keys: JsonKeys) -> None:
@@ -187,14 +187,14 @@ def _experts(keys: JsonKeys) -> Moe:
     return moe(router, width, width).activated_by(Activation("swiglu_clamp", limit=limit))
 
 
-def _with_draft(keys: JsonKeys, base: ModelConfig, guessing: Drafts) -> ModelConfig:
+def _with_draft(keys: JsonKeys, base: ModelConfig, drafts: Drafts) -> ModelConfig:
     """With a NextN layer, where the checkpoint has one. One that pools tokens is not run."""
     layers, ratios = keys.count("num_nextn_predict_layers", 0), keys.get("compress_ratios")
     count, base = len(base.layers), replace(base, unread_keys=keys.unread)
     behind = ratios[count:] if isinstance(ratios, list) and len(ratios) == count + layers else []
     if pooled := [ratio for ratio in behind if ratio]:
         return replace(base, draft=f"a draft layer (NextN) that pools {pooled[0]} tokens")
-    return replace(base, drafts=guessing) if layers else base
+    return replace(base, drafts=drafts) if layers else base
 
 
 DRAFTS = DraftNames(

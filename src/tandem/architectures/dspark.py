@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tandem.spec.drafts import Drafts, GuessBlock
+from tandem.spec.drafts import DraftBlockShape, Drafts
 from tandem.spec.json_keys import DRAFT_LAYERS, JsonKeys
 from tandem.spec.model_config import ModelConfig
 
 KEYS = "dspark_"
 BLOCK_SIZE = f"{KEYS}block_size"
-MOST_GUESSES = 63  # as the flags have it
+MOST_DRAFT_TOKENS = 63  # as the flags have it
 
 
-def with_block(keys: JsonKeys, model: ModelConfig, guessing: Drafts) -> ModelConfig:
-    """With layers like that of `guessing` where their keys are understood; else `draft` says what is not."""
+def with_block(keys: JsonKeys, model: ModelConfig, drafts: Drafts) -> ModelConfig:
+    """With layers like that of `drafts` where their keys are understood; else `draft` says what is not."""
     for key in (*DRAFT_LAYERS, "n_mtp_layers", *(key for key in keys if key.startswith(KEYS))):
         keys.get(key)  # the checkpoints have one NextN layer in their keys, and none in their files
     model = replace(model, unread_keys=keys.unread)
-    size, reads = keys.count(BLOCK_SIZE, 0, most=MOST_GUESSES), keys.integers(f"{KEYS}target_layer_ids")
+    size, reads = keys.count(BLOCK_SIZE, 0, most=MOST_DRAFT_TOKENS), keys.integers(f"{KEYS}target_layer_ids")
     unknown, rank = keys.optional(f"{KEYS}noise_token_id", -1), keys.count(f"{KEYS}markov_rank", 0)
     layers = keys.count("n_mtp_layers", 0) or len(reads)  # none of the hub's keys says how many there are
     why = _why_not(keys, model, reads, layers)
@@ -26,7 +26,7 @@ def with_block(keys: JsonKeys, model: ModelConfig, guessing: Drafts) -> ModelCon
     why = why or (not rank and f"without {KEYS}markov_rank") or ""
     if why:
         return replace(model, draft=f"a DSpark draft of {layers} layers for blocks of {size} tokens, {why}")
-    return replace(model, drafts=replace(guessing, block=GuessBlock(size, layers, unknown, reads, rank)))
+    return replace(model, drafts=replace(drafts, block=DraftBlockShape(size, layers, unknown, reads, rank)))
 
 
 def _why_not(keys: JsonKeys, model: ModelConfig, reads: tuple[int, ...], layers: int) -> str:

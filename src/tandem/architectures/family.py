@@ -76,7 +76,7 @@ class GgufKeys(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class DerivedTensor:
     """A tensor as Hugging Face has it, made of one that a file has otherwise.
 
     of: that one, as `Gguf.stems` calls it. rows, columns: which of its rows and columns, in this order; (): all.
@@ -93,7 +93,7 @@ class Part:
         return not self.columns and self.numbers == "x"
 
 
-def no_parts(_: GgufKeys) -> dict[str, Part]:
+def no_parts(_: GgufKeys) -> dict[str, DerivedTensor]:
     return {}
 
 
@@ -112,7 +112,7 @@ class Gguf:
     architecture: str
     config: Callable[[GgufKeys], dict[str, Any]]
     stems: Mapping[str, str]
-    parts: Callable[[GgufKeys], Mapping[str, Part]] = no_parts
+    parts: Callable[[GgufKeys], Mapping[str, DerivedTensor]] = no_parts
     pairs: bool = False
     wholes: Callable[[GgufKeys], Mapping[str, list[int]]] = no_wholes
 

@@ -87,7 +87,7 @@ class Runs:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class ModelTypeTable:
     """transformers: the version whose types these are."""
 
     transformers: str
@@ -97,9 +97,9 @@ class Table:
         return next((row for row in self.rows if row.model_type == model_type), None)
 
 
-def read_table() -> Table:
+def read_table() -> ModelTypeTable:
     table = json.loads(TABLE_FILE.read_text())
-    return Table(table["transformers"], tuple(Runs(**row) for row in table["types"]))
+    return ModelTypeTable(table["transformers"], tuple(Runs(**row) for row in table["types"]))
 
 
 _OTHERS = ("DeepSeek-R1-Distill", "DeepSeek-R1-0528-Qwen3", "GLM-4.6V-Flash")
@@ -118,7 +118,7 @@ def type_of_name(name: str) -> str | None:
     return matches[max(matches)] if matches else None
 
 
-def rows_called(table: Table, name: str) -> list[Runs]:
+def rows_called(table: ModelTypeTable, name: str) -> list[Runs]:
     """Those whose type, or a name published of it, begins as `name` does: "glm", "Qwen3"."""
     runs = _runs(name)
 

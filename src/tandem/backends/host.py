@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tandem.spec.shard import ALONE, Shard
+from tandem.spec.shard import ALONE, RankShard
 
 CPU = torch.device("cpu")
 
@@ -19,7 +19,7 @@ class Host:
     asked for, None: every layer with experts. skipped: so many experts, the first of each, are the engine's own.
     made_up: there are no weights, and none are read."""
 
-    shard: Shard = ALONE
+    shard: RankShard = ALONE
     device: torch.device = field(default=CPU)
     most_rows: int = 8192
     graph_rows: int = 0

@@ -23,7 +23,7 @@ from tandem.checkpoint import Checkpoint, load_model_config, open_checkpoint, wi
 from tandem.engine.start.loader import for_loading, model_directory
 from tandem.engine.start.packed_start import packed_cache
 from tandem.errors import CacheDamaged, ConfigError
-from tandem.experts import Experts, ExpertStore
+from tandem.experts import ExpertStore, RoutedExperts
 from tandem.experts.hybrid_experts import HybridExperts
 from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.cpu_ops import CpuOps
@@ -113,7 +113,7 @@ class ModelExperts:
 class LayerExperts:
     """A layer's experts: `submit` a batch, do something else, `wait` for its sum. One batch at a time in a process."""
 
-    def __init__(self, experts: Experts, shape: Moe, config: ModelConfig, graph_rows: int) -> None:
+    def __init__(self, experts: RoutedExperts, shape: Moe, config: ModelConfig, graph_rows: int) -> None:
         self.experts, self.count, self.hidden = experts, shape.experts.count, shape.experts.channels(config.hidden)
         self._gpu = experts.gpu if isinstance(experts, HybridExperts) else None
         self._graph_rows = graph_rows

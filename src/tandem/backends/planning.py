@@ -9,7 +9,7 @@ from tandem.backends.host import Host
 from tandem.errors import ConfigError, DoesNotFit
 from tandem.flags.engine_config import EngineConfig
 from tandem.machine.machine import Machine
-from tandem.planner.choices.threads import Threads, plan_threads
+from tandem.planner.choices.threads import ThreadPlan, plan_threads
 from tandem.planner.expert_format import dense_choice, dtype_of, stored_or_asked
 from tandem.planner.memory import gib
 from tandem.planner.one_plan import kernel_tier
@@ -58,7 +58,7 @@ def experts_plan(
     )  # fmt: skip
 
 
-def beginning_at(threads: Threads | Plan, cpu: int) -> tuple[int, ...]:
+def beginning_at(threads: ThreadPlan | Plan, cpu: int) -> tuple[int, ...]:
     """The threads' CPUs, the one of the calling thread first if it is among its part's: worker 0 is the caller."""
     cpus = list(threads.cpus)
     if cpu in cpus and (not threads.parts or threads.parts[cpus.index(cpu)] == threads.parts[0]):

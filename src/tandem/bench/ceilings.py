@@ -89,7 +89,7 @@ class DramReader:
         dense = _core.DenseOps(pool, tier)
         # or every page would be the same page of zeros
         dense.fill_memory(data, 1.0)
-        self._parts = cycle([_Part(data.nbytes, partial(dense.read_memory, data))])
+        self._parts = cycle([_TimedRead(data.nbytes, partial(dense.read_memory, data))])
 
     @classmethod
     def of(cls, layers: Sequence[PackedExperts], pool: _core.WorkerPool, tier: str) -> DramReader:
@@ -110,29 +110,29 @@ class DramReader:
         readings = self._readings(min_seconds, 1)
         return sum(each.nbytes for each in readings) / sum(each.seconds for each in readings) / 1e9
 
-    def _readings(self, min_seconds: float, min_repeats: int) -> list[_Reading]:
-        readings, started = list[_Reading](), time.perf_counter()
+    def _readings(self, min_seconds: float, min_repeats: int) -> list[_ReadTime]:
+        readings, started = list[_ReadTime](), time.perf_counter()
         while len(readings) < min_repeats or time.perf_counter() - started < min_seconds:
             part, start = next(self._parts), time.perf_counter()
             part.read()
-            readings.append(_Reading(part.nbytes, time.perf_counter() - start))
+            readings.append(_ReadTime(part.nbytes, time.perf_counter() - start))
         return readings
 
 
-class _Part(NamedTuple):
+class _TimedRead(NamedTuple):
     nbytes: int
     read: Callable[[], object]
 
 
-class _Reading(NamedTuple):
+class _ReadTime(NamedTuple):
     nbytes: int
     seconds: float
 
 
-def _part_of(layers: Sequence[PackedExperts], dense: _core.DenseOps) -> _Part:
+def _part_of(layers: Sequence[PackedExperts], dense: _core.DenseOps) -> _TimedRead:
     of_node = [list(ranges) for ranges in zip(*(layer.all_places() for layer in layers), strict=True)]
     nbytes = sum(each.bytes for ranges in of_node for each in ranges)
-    return _Part(nbytes, partial(dense.read_ranges, of_node))
+    return _TimedRead(nbytes, partial(dense.read_ranges, of_node))
 
 
 def _batched(layers: Sequence[PackedExperts], size: int) -> Iterator[list[PackedExperts]]:

@@ -17,7 +17,7 @@ from tandem.bench.peers import check_installed, llama_cpp_rate, transformers_rat
 from tandem.bench.rows import machine_name, of_bench, stamp, write
 from tandem.checkpoint import demo_dir, resolve_model
 from tandem.engine.engine import Engine
-from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.engine.protocol import GenerateRequest, SamplingSettings
 from tandem.engine.start.loader import load_parts, model_directory
 from tandem.errors import ConfigError
 from tandem.flags.engine_config import EngineConfig
@@ -31,7 +31,7 @@ WARM_STEPS = 4  # before each timed run
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Request:
+class DecodeFlags:
     """The flags of a run. `steps` decode steps are timed `repeats` times per batch size."""
 
     model: str
@@ -47,7 +47,7 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Row:
+class DecodeRow:
     """One measurement. `bound_tok_s`: the weights a step reads ÷ DRAM bandwidth, measured in turn; 0: not known."""
 
     bench: str
@@ -64,7 +64,7 @@ class Row:
     date: str
 
 
-def run(request: Request, out: Path | None) -> None:
+def run(request: DecodeFlags, out: Path | None) -> None:
     if request.transformers:
         check_installed("transformers", "--transformers")
     if request.llama_cpp:
@@ -86,7 +86,7 @@ def run(request: Request, out: Path | None) -> None:
         console.print(f"Written to {out}")
 
 
-def measure(request: Request, tell: Callable[[str], None] = lambda _: None) -> Iterator[Row]:
+def measure(request: DecodeFlags, tell: Callable[[str], None] = lambda _: None) -> Iterator[DecodeRow]:
     """tell: hears what is done next, which takes seconds."""
     for fmt in request.formats:
         yield from _own_rows(request, fmt, tell)
@@ -103,7 +103,7 @@ def measure(request: Request, tell: Callable[[str], None] = lambda _: None) -> I
         yield _row(request, "llama.cpp, dense base", "Q4_1", 1, rate)
 
 
-def _own_rows(request: Request, fmt: str, tell: Callable[[str], None]) -> Iterator[Row]:
+def _own_rows(request: DecodeFlags, fmt: str, tell: Callable[[str], None]) -> Iterator[DecodeRow]:
     config = EngineConfig.from_keywords(
         request.model,
         kt_method=fmt,
@@ -128,14 +128,14 @@ def _read_gbps(plan: Plan) -> float:
     return measure_read_gbps(planned_pool(plan), plan.tier)
 
 
-def decode_rate(engine: Engine, vocab: int, batch: int, request: Request) -> tuple[float, float]:
+def decode_rate(engine: Engine, vocab: int, batch: int, request: DecodeFlags) -> tuple[float, float]:
     """(median tokens/s of `batch` sequences, prompts already computed; median GB/s of reading DRAM). The two are
     measured in turn, so that both see the same machine when others share it."""
     steps, repeats = request.steps, request.repeats
     prompts = [
         [(7919 * (i * PROMPT_TOKENS + j) + 13) % vocab for j in range(PROMPT_TOKENS)] for i in range(batch)
     ]
-    params = SamplingParams(
+    params = SamplingSettings(
         temperature=0.0, ignore_eos=True
     )  # no limit: all must go on until the last window ends
     for i, prompt in enumerate(prompts):
@@ -162,9 +162,9 @@ def _timed_rate(engine: Engine, steps: int) -> float:
 
 
 def _row(
-    request: Request, bench: str, fmt: str, batch: int, rate: float, bound: float = 0.0, gbps: float = 0.0
-) -> Row:
-    return Row(
+    request: DecodeFlags, bench: str, fmt: str, batch: int, rate: float, bound: float = 0.0, gbps: float = 0.0
+) -> DecodeRow:
+    return DecodeRow(
         bench=bench,
         config=Path(request.model).name,
         format=fmt,
@@ -177,11 +177,11 @@ def _row(
     )
 
 
-def _line(row: Row) -> str:
+def _line(row: DecodeRow) -> str:
     return f"{row.bench}, {row.format}, batch {row.batch}: {row.tok_s:.1f} tokens/s"
 
 
-def table(rows: list[Row]) -> Table:
+def table(rows: list[DecodeRow]) -> Table:
     title = "Decoding; bound = weights read per token ÷ DRAM bandwidth measured in this run"
     rates = Table(title=title)
     for name in ("bench", "format"):

@@ -26,7 +26,7 @@ CONFIG, SHARES = "qwen3-30b-a3b", (0.0, 0.5, 1.0)
 COLUMNS = "experts on the GPU", "step", "path", "rows of its graph", "because"
 
 
-class Question(NamedTuple):
+class StepQuestion(NamedTuple):
     """formats, shares: of experts, and on the GPU. decode: sequences of a decode step. prefill: tokens of a prompt's
     chunk."""
 
@@ -38,7 +38,7 @@ class Question(NamedTuple):
     layers: int | None = None
 
 
-def planned(question: Question, fmt: str, share: float, machine: Machine) -> Plan:
+def planned(question: StepQuestion, fmt: str, share: float, machine: Machine) -> Plan:
     """As the engine would plan it. Raises ConfigError where it does not fit."""
     model = named_config(question.config, question.layers)
     config = EngineConfig.from_keywords(
@@ -48,7 +48,7 @@ def planned(question: Question, fmt: str, share: float, machine: Machine) -> Pla
     return resolve(config, model, machine, stored_as(model, "bf16", experts_of(fmt)))
 
 
-def choices(question: Question, plan: Plan) -> Iterator[tuple[str, Choice[int, int]]]:
+def choices(question: StepQuestion, plan: Plan) -> Iterator[tuple[str, Choice[int, int]]]:
     """Each step in words, and its path."""
     facts = None if plan.gpu is None else PlannedFacts(plan.gpu)
     for count in question.decode:
@@ -66,16 +66,16 @@ def choices(question: Question, plan: Plan) -> Iterator[tuple[str, Choice[int, i
 def decode(config: str | None, formats: Wish[str], shares: Wish[float], batches: Wish[int], layers: int | None) -> None:
     """Prints the paths of steps in which so many sequences decode."""
     sizes = tuple(batches or (1, 8))
-    explain(Question(config or CONFIG, tuple(formats or ("BF16",)), tuple(shares or SHARES), sizes, (), layers))
+    explain(StepQuestion(config or CONFIG, tuple(formats or ("BF16",)), tuple(shares or SHARES), sizes, (), layers))
 
 
 def prefill(config: str, formats: Wish[str], shares: Wish[float], tokens: Wish[int], layers: int | None) -> None:
     """Prints the paths of prompts of so many tokens."""
     sizes = tuple(tokens or (512, 2048, 8192))
-    explain(Question(config, tuple(formats or ("INT4",)), tuple(shares or SHARES), (), sizes, layers))
+    explain(StepQuestion(config, tuple(formats or ("INT4",)), tuple(shares or SHARES), (), sizes, layers))
 
 
-def explain(question: Question) -> None:
+def explain(question: StepQuestion) -> None:
     """Prints a table a format."""
     machine = this_machine()
     for fmt in question.formats:

@@ -19,7 +19,7 @@ SMALL_HALF = 0x0818  # 0.000125: scales of random blocks, so that weights are of
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class RandomBlocks:
     """GGUF blocks of random bytes: how many weights and bytes each has, where its halves are, and how it is read."""
 
     weights: int
@@ -39,22 +39,22 @@ class Blocks:
 
 
 GGUF = {
-    "q4_0": Blocks(32, 18, (0,), gguf_blocks.gguf_q4_0),
-    "q4_1": Blocks(32, 20, (0, 2), gguf_blocks.gguf_q4_1),
-    "q8_0": Blocks(32, 34, (0,), gguf_blocks.gguf_q8_0),
-    "q2_k": Blocks(256, 84, (80, 82), gguf_blocks.gguf_q2_k),
-    "q3_k": Blocks(256, 110, (108,), gguf_blocks.gguf_q3_k),
-    "q4_k": Blocks(256, 144, (0, 2), gguf_blocks.gguf_q4_k),
-    "q5_k": Blocks(256, 176, (0, 2), gguf_blocks.gguf_q5_k),
-    "q6_k": Blocks(256, 210, (208,), gguf_blocks.gguf_q6_k),
-    "iq4_nl": Blocks(32, 18, (0,), gguf_blocks.gguf_iq4_nl),
-    "iq4_xs": Blocks(256, 136, (0,), gguf_blocks.gguf_iq4_xs),
-    "iq3_s": Blocks(256, 110, (0,), gguf_grids.gguf_iq3_s),
-    "iq3_xxs": Blocks(256, 98, (0,), gguf_grids.gguf_iq3_xxs),
-    "iq2_s": Blocks(256, 82, (0,), gguf_grids.gguf_iq2_s),
-    "iq2_xs": Blocks(256, 74, (0,), gguf_grids.gguf_iq2_xs),
-    "iq2_xxs": Blocks(256, 66, (0,), gguf_grids.gguf_iq2_xxs),
-    "iq1_s": Blocks(256, 50, (0,), gguf_grids.gguf_iq1_s),
+    "q4_0": RandomBlocks(32, 18, (0,), gguf_blocks.gguf_q4_0),
+    "q4_1": RandomBlocks(32, 20, (0, 2), gguf_blocks.gguf_q4_1),
+    "q8_0": RandomBlocks(32, 34, (0,), gguf_blocks.gguf_q8_0),
+    "q2_k": RandomBlocks(256, 84, (80, 82), gguf_blocks.gguf_q2_k),
+    "q3_k": RandomBlocks(256, 110, (108,), gguf_blocks.gguf_q3_k),
+    "q4_k": RandomBlocks(256, 144, (0, 2), gguf_blocks.gguf_q4_k),
+    "q5_k": RandomBlocks(256, 176, (0, 2), gguf_blocks.gguf_q5_k),
+    "q6_k": RandomBlocks(256, 210, (208,), gguf_blocks.gguf_q6_k),
+    "iq4_nl": RandomBlocks(32, 18, (0,), gguf_blocks.gguf_iq4_nl),
+    "iq4_xs": RandomBlocks(256, 136, (0,), gguf_blocks.gguf_iq4_xs),
+    "iq3_s": RandomBlocks(256, 110, (0,), gguf_grids.gguf_iq3_s),
+    "iq3_xxs": RandomBlocks(256, 98, (0,), gguf_grids.gguf_iq3_xxs),
+    "iq2_s": RandomBlocks(256, 82, (0,), gguf_grids.gguf_iq2_s),
+    "iq2_xs": RandomBlocks(256, 74, (0,), gguf_grids.gguf_iq2_xs),
+    "iq2_xxs": RandomBlocks(256, 66, (0,), gguf_grids.gguf_iq2_xxs),
+    "iq1_s": RandomBlocks(256, 50, (0,), gguf_grids.gguf_iq1_s),
 }
 NUMBERS = ("bf16", "f32", "int8", "int4")  # rounded by the packer; int8 and int4 in groups of 32
 CODES = {

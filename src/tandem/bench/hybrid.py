@@ -47,6 +47,7 @@ from tandem.engine.step.batch import SequenceRows, StepShape, host_batch
 from tandem.engine.step.hooks import StepHooks
 from tandem.errors import ConfigError
 from tandem.experts.hybrid_store import HybridStore
+from tandem.experts.live.copies import CudaCopies
 from tandem.experts.live.live_experts import LiveExperts
 from tandem.experts.placement import ExpertPlacement
 from tandem.experts.streams.stream import ExpertStream
@@ -68,7 +69,7 @@ WARM_STEPS = 5
 READ_SECONDS = 0.1
 
 
-class Place(NamedTuple):
+class BenchPlace(NamedTuple):
     """machine: None: this one. meeting: with other ranks, which build the same at the same time; None: there are no
     others."""
 
@@ -76,11 +77,11 @@ class Place(NamedTuple):
     meeting: Meeting | None = None
 
 
-HERE = Place()
+HERE = BenchPlace()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Request:
+class HybridFlags:
     """The flags of a run; context: tokens that every sequence has; dense: what dense projections are stored as,
     of `stored.FORMATS`; foresight: with it, without, or both in turn; prompts: those that fit are graphs, as in the
     server, and their tokens choose among all experts."""
@@ -98,11 +99,11 @@ class Request:
     dense: str = "bf16"
     foresight: tuple[bool, ...] = (True,)
     prompts: bool = False
-    place: Place = HERE
+    place: BenchPlace = HERE
 
 
 @dataclasses.dataclass(slots=True)
-class Measured:
+class MeasuredSteps:
     """Seconds of a step and GB/s of reading DRAM, in turn; and what the steps used."""
 
     times: list[float]
@@ -151,14 +152,14 @@ def foresight_modes(text: str) -> tuple[bool, ...]:
     return modes[text]
 
 
-def run(request: Request, out: Path | None) -> None:
+def run(request: HybridFlags, out: Path | None) -> None:
     use_one_torch_thread()
     if not Machine.detect().gpus:
         raise ConfigError("--config measures a GPU, and there is none; without one: kt bench decode MODEL")
     shown((row | _where(request) for row in measure(request)), table, out)
 
 
-def measure(request: Request) -> Iterator[dict[str, Any]]:
+def measure(request: HybridFlags) -> Iterator[dict[str, Any]]:
     gpu_gbps = gpu_copy_gbps()
     empty = build(request, request.formats[0], 0.0, empty=True)
     yield {"bench": "handoff", "us": round(handoff_us(empty.side, empty.config), 2), "layers": 48}
@@ -177,7 +178,7 @@ def measure(request: Request) -> Iterator[dict[str, Any]]:
 
 
 def _decode_rows(
-    request: Request, fmt: str, share: float, dense_seconds: dict[int, float], gpu_gbps: float
+    request: HybridFlags, fmt: str, share: float, dense_seconds: dict[int, float], gpu_gbps: float
 ) -> Iterator[dict[str, Any]]:
     empty = Taken.now()
     built = build(request, fmt, share)
@@ -197,7 +198,7 @@ def _decode_rows(
 
 
 def _decode_row(
-    built: Built, batch: int, request: Request, measured: Measured, dense_seconds: float, gpu_gbps: float
+    built: Built, batch: int, request: HybridFlags, measured: MeasuredSteps, dense_seconds: float, gpu_gbps: float
 ) -> dict[str, Any]:
     counts, steps = measured.counts, request.repeats * (WARM_STEPS + request.steps)
     used = counts.cpu_experts_per_step(len(built.config.moe_layers))
@@ -214,11 +215,11 @@ def _decode_row(
     }  # fmt: skip
 
 
-def _shape(request: Request, batch: int) -> dict[str, Any]:
+def _shape(request: HybridFlags, batch: int) -> dict[str, Any]:
     return _model(request) | {"batch": batch, "context": request.context}
 
 
-def _model(request: Request) -> dict[str, Any]:
+def _model(request: HybridFlags) -> dict[str, Any]:
     config = named_config(request.config, request.layers)
     with_experts = len(config.moe_layers)
     return {
@@ -235,11 +236,11 @@ def _gpu_experts_per_step(built: Built, batch: int, cpu_experts: float) -> float
     return max(0.0, distinct - cpu_experts) if built.side.placement.total else 0.0
 
 
-MakeLive = Callable[[Plan, GpuSide, ExpertUsage], LiveExperts | None]
+MakeLive = Callable[[Plan, GpuSide, ExpertUsage, CudaCopies | None], LiveExperts | None]
 
 
 def build(
-    request: Request,
+    request: HybridFlags,
     fmt: str,
     share: float,
     *,
@@ -254,7 +255,8 @@ def build(
     computed instead, as in `SyntheticStore`. placement: instead of what flags say; CPU memory then has a place for
     every expert. flags: more of `EngineConfig`'s; experts travel for long prompts where these say so."""
     meeting = request.place.meeting
-    flags = {"kt_gpu_prefill_token_threshold": 0} | flags
+    still = not flags.get("kt_enable_dynamic_expert_update", False)
+    flags = {"kt_gpu_prefill_token_threshold": 0, "disable_dynamic_expert_update": still} | flags
     config = named_config(request.config, request.layers)
     positions = max(config.max_positions, request.context + 1024)  # of made-up weights, any
     config = dataclasses.replace(config, max_positions=positions)
@@ -285,13 +287,13 @@ def build(
     usage = usage if counted else None
     checkpoint: Any = SyntheticCheckpoint(request.dense, experts_of(fmt), FAR if request.prompts else 1.0)
     model = models.build(config, plan, checkpoint, side.ops, None, store, usage=usage)
-    moving = None if live is None or usage is None else live(plan, side, usage)
-    copies = registered(plan, side) if plan.gpu and plan.gpu.ring_bytes else None
-    stream = expert_stream(plan, side, copies, usage=usage)
+    copies = registered(plan, side)
+    moving = None if live is None or usage is None else live(plan, side, usage, copies)
+    stream = expert_stream(plan, side, copies, moving, usage)
     sizes = plan.gpu.prompt_sizes if request.prompts and plan.gpu is not None else ()
     prompts: dict[str, Any] = {"one_stream": meeting is not None}
     prompts |= {"prompts": sizes} if stream is None else {"alone": False, "splits": split_sizes(sizes)}
-    runner = partial(_runner, plan, config, model, side, usage, moving, begin_step(side, stream), prompts)
+    runner = partial(_runner, plan, config, model, side, usage, moving, begin_step(side, stream, moving), prompts)
     return Built(plan, config, side, runner(), workers, usage, expert_bytes(config, fmt), runner, stream)
 
 
@@ -306,12 +308,12 @@ def _runner(
     prompts: dict[str, Any],
 ) -> GpuRunner:
     assert plan.gpu is not None
-    layout = config.state_layout(plan.dtype, plan.page_size, plan.guesses)
+    layout = config.state_layout(plan.dtype, plan.page_size, plan.draft_tokens)
     states = allocate(layout, plan.num_pages, side.ops.device, plan.num_slots).arrays
     for array in (array for arrays in states for array in arrays):
         array.normal_()
     pages = -(-plan.context_length // plan.page_size)
-    graphs = GraphPlan(plan.gpu.graph_sizes, pages, guessing=plan.guesses > 0, **prompts)
+    graphs = GraphPlan(plan.gpu.graph_sizes, pages, speculative=plan.draft_tokens > 0, **prompts)
     return GpuRunner(
         model, states, side.handoff, graphs, StepShape(plan.page_size, plan.max_step_tokens),
         usage=usage, live=live, begin_step=begin,
@@ -319,10 +321,10 @@ def _runner(
 
 
 def _in_turn(
-    each: dict[bool, Built], batch: int, request: Request, reader: DramReader
-) -> dict[bool, Measured]:
+    each: dict[bool, Built], batch: int, request: HybridFlags, reader: DramReader
+) -> dict[bool, MeasuredSteps]:
     """Steps of each and reading DRAM, in turn, so that all see the same machine when others share it."""
-    by_name = {name: Measured([], []) for name in each}
+    by_name = {name: MeasuredSteps([], []) for name in each}
     steps = {name: step_times(built, batch, request) for name, built in each.items()}
     for _ in range(request.repeats):
         for name, built in each.items():
@@ -331,7 +333,7 @@ def _in_turn(
     return by_name
 
 
-def _add_repeat(measured: Measured, built: Built, steps: Iterator[float]) -> None:
+def _add_repeat(measured: MeasuredSteps, built: Built, steps: Iterator[float]) -> None:
     before = built.counts()
     measured.times.append(next(steps))
     measured.counts = measured.counts.plus(built.counts().since(before))
@@ -343,7 +345,7 @@ def dram_reader(built: Built) -> DramReader:
     return DramReader.of(layers, pool, tier) if layers else DramReader(pool, tier)
 
 
-def step_times(built: Built, batch: int, request: Request) -> Iterator[float]:
+def step_times(built: Built, batch: int, request: HybridFlags) -> Iterator[float]:
     """Seconds of the mean step, once per repeat."""
     step = decoder(built, batch, request.context)
     for _ in range(request.repeats):
@@ -389,5 +391,5 @@ def gpu_copy_gbps() -> float:
     return float(2 * source.numel() / min(times) / 1e6)
 
 
-def _where(request: Request) -> dict[str, Any]:
+def _where(request: HybridFlags) -> dict[str, Any]:
     return stamp(machine_name(Machine.detect(), request.threads))

@@ -25,7 +25,7 @@ class LoadError(TandemError):
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadShape:
     """The load to send. Lengths are tokens; spread 0.5: between half and one and a half times as many. concurrency:
     requests in flight, a new one when one ends; or rate: requests per second, at random times (Poisson). texts: what is
     asked, with its answer's length, again from the start where they are too few; empty: token ids at random."""
@@ -45,7 +45,7 @@ Prompt = list[int] | str
 
 
 @dataclass(slots=True)
-class Answer:
+class SentRequest:
     """One request: seconds after the start of the run at which it was sent and its pieces came."""
 
     sent: float
@@ -75,7 +75,7 @@ def some_ids(dice: random.Random, count: int) -> list[int]:
     return [dice.randint(FIRST_ID, LAST_ID) for _ in range(count)]
 
 
-def prompts_of(load: Load) -> list[tuple[Prompt, int]]:
+def prompts_of(load: LoadShape) -> list[tuple[Prompt, int]]:
     """(prompt, answer length) of every request; the same for a seed."""
     dice = random.Random(load.seed)
     if load.texts:
@@ -123,19 +123,19 @@ class LoadClient:
             base_url=self._url, headers=self._headers, timeout=_TIMEOUT, limits=limits, trust_env=False
         )
 
-    def run(self, model: str, load: Load, done: Callable[[int], None]) -> tuple[list[Answer], float]:
+    def run(self, model: str, load: LoadShape, done: Callable[[int], None]) -> tuple[list[SentRequest], float]:
         """All answers and the seconds from the first request to the last token. `done(n)` after each answer."""
         return asyncio.run(self._run(model, load, done))
 
-    async def _run(self, model: str, load: Load, done: Callable[[int], None]) -> tuple[list[Answer], float]:
+    async def _run(self, model: str, load: LoadShape, done: Callable[[int], None]) -> tuple[list[SentRequest], float]:
         async with self.http() as http:
-            answers: list[Answer] = []
+            answers: list[SentRequest] = []
             gate = asyncio.Semaphore(load.concurrency or load.requests)
             started = perf_counter()
 
             async def one(prompt: Prompt, length: int) -> None:
                 async with gate:
-                    answer = Answer(perf_counter() - started, 0 if isinstance(prompt, str) else len(prompt))
+                    answer = SentRequest(perf_counter() - started, 0 if isinstance(prompt, str) else len(prompt))
                     await ask(http, body_of(model, prompt, length), answer, started)
                     answers.append(answer)
                 done(len(answers))
@@ -146,7 +146,7 @@ class LoadClient:
         return answers, max((a.ended for a in answers), default=0.0)
 
 
-async def _timed(load: Load) -> AsyncIterator[tuple[Prompt, int]]:
+async def _timed(load: LoadShape) -> AsyncIterator[tuple[Prompt, int]]:
     dice = random.Random(load.seed + 1)
     for request in prompts_of(load):
         yield request
@@ -163,7 +163,7 @@ def body_of(model: str, prompt: Prompt, length: int) -> bytes:
     return json.dumps(body, separators=(",", ":")).encode()
 
 
-async def ask(http: httpx.AsyncClient, body: bytes, answer: Answer, started: float) -> None:
+async def ask(http: httpx.AsyncClient, body: bytes, answer: SentRequest, started: float) -> None:
     """Fills `answer` as its pieces come, with times after `started`; an error is in it."""
     try:
         async with http.stream("POST", "/v1/completions", content=body, headers=_JSON) as response:
@@ -179,7 +179,7 @@ async def ask(http: httpx.AsyncClient, body: bytes, answer: Answer, started: flo
         answer.error = "the server sent no usage, so its tokens cannot be counted"
 
 
-async def _read(response: httpx.Response, answer: Answer, started: float) -> None:
+async def _read(response: httpx.Response, answer: SentRequest, started: float) -> None:
     async for line in response.aiter_lines():
         data = line.removeprefix("data:").strip()
         if not line.startswith("data:") or data == "[DONE]":

@@ -89,7 +89,7 @@ def planned(plan: Plan, model: ModelConfig, stored: StoredFormats = UNQUANTISED)
     pages = -(-plan.context_length // plan.page_size)
     share = host_share(model, plan.gpu, expert, workers, steps, pages, plan.fuse_shared_experts, in_place)
     host = host_memory(model, dataclasses.replace(share, tables=2 if plan.num_window_pages else 1))
-    layout = model.state_layout(plan.dtype, guesses=plan.guesses)
+    layout = model.state_layout(plan.dtype, draft_tokens=plan.draft_tokens)
     states = plan.num_pages * plan.page_size * layout.token_bytes + plan.num_slots * layout.slot_bytes
     if plan.num_window_pages:
         states -= (plan.num_pages - plan.num_window_pages) * plan.page_size * layout.window_token_bytes

@@ -4,18 +4,18 @@ A prompt is what the engine does for one sequence: chunks through the model, log
 work at the same time, so the slowest of them counts. The bus takes bytes of experts in CPU memory; the others take
 operations, or reads of their memory. The bound is that of the best division of the experts' work. All rates are
 measured in the same run. Experts in CPU memory may be left to the CPU or to the bus alone, in turn with the usual
-division.
+division; or they may move between prompts, as live placement has them, with steps that decode in between.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -23,23 +23,31 @@ from rich.console import Console
 
 from tandem.bench import hybrid
 from tandem.bench.ceilings import measure_flops
+from tandem.bench.placement.turns import Switched
 from tandem.bench.probes import GpuSpeeds, gpu_speeds
 from tandem.bench.rows import machine_name, say, stamp
 from tandem.bench.stored import format_name
+from tandem.engine.start.gpu_side import GpuSide, live_experts
 from tandem.engine.start.loader import use_one_torch_thread
 from tandem.engine.step.batch import SequenceRows, host_batch
 from tandem.errors import ConfigError
+from tandem.experts.live.copies import CudaCopies
+from tandem.experts.live.live_experts import LiveExperts
+from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.machine.machine import Machine
 from tandem.models import ForwardBatch
 from tandem.planner.forecast.attention import attention_flops
+from tandem.planner.plan import Plan
 from tandem.spec.model_config import ModelConfig
 
 SPLITS = 100
-WAYS = {"auto": None, "cpu": 0.0, "bus": 1.0}  # the share of the experts in CPU memory that travels
+LIVE = "live"
+WAYS = {"auto": None, "cpu": 0.0, "bus": 1.0, LIVE: None}  # the share of the experts in CPU memory that travels
+STEPS_BETWEEN = 32  # that decode one token, between prompts, where experts may move
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class PrefillFlags:
     """The flags of a run. chunk: tokens of a step at most; threshold: rows from which experts travel, None: where it
     pays; cached: tokens before each prompt, whose keys and values are there; ways: of `WAYS`, measured in turn."""
 
@@ -56,10 +64,10 @@ class Request:
     cached: int = 0
     ways: tuple[str, ...] = ("auto",)
 
-    def model(self) -> hybrid.Request:
+    def model(self) -> hybrid.HybridFlags:
         """As the decode bench builds one."""
         sizes = (self.layers, self.cached + max(self.tokens), 1, self.repeats, self.threads, self.tier)
-        return hybrid.Request(self.config, self.formats, self.shares, (1,), *sizes, prompts=True)
+        return hybrid.HybridFlags(self.config, self.formats, self.shares, (1,), *sizes, prompts=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +114,7 @@ def work_of(model: ModelConfig, packed: int, tokens: int, gpu_share: float, cach
     return Work(dense + attention, nbytes[0], experts, nbytes[1], gpu_share)
 
 
-def run(request: Request, out: Path | None) -> None:
+def run(request: PrefillFlags, out: Path | None) -> None:
     if unknown := [way for way in request.ways if way not in WAYS]:
         raise ConfigError(f"--way {unknown[0]!r} is not known; give {', '.join(WAYS)}")
     use_one_torch_thread()
@@ -122,28 +130,30 @@ def run(request: Request, out: Path | None) -> None:
         console.print(f"Written to {out}")
 
 
-def measure(request: Request) -> Iterator[dict[str, Any]]:
+def measure(request: PrefillFlags) -> Iterator[dict[str, Any]]:
     gpu = gpu_speeds()
     assert gpu is not None
     for fmt in request.formats:
         for share in request.shares:
+            moving = _Moving()
             built = hybrid.build(
                 request.model(), fmt, share, chunked_prefill_size=request.chunk,
-                kt_gpu_prefill_token_threshold=request.threshold,
+                kt_gpu_prefill_token_threshold=request.threshold, live=moving.start,
+                kt_enable_dynamic_expert_update=LIVE in request.ways,
             )  # fmt: skip
             dram = hybrid.dram_reader(built).mean_gbps()
             rates = Rates(dram, measure_flops(built.workers, built.plan.tier, min_seconds=0.1), gpu)
             for tokens in request.tokens:
-                for row in _rows(request, built, tokens, share, rates):
+                for row in _rows(request, built, tokens, share, rates, moving):
                     yield row | {"format": format_name(fmt)}
 
 
 def _rows(
-    request: Request, built: hybrid.Built, tokens: int, share: float, rates: Rates
+    request: PrefillFlags, built: hybrid.Built, tokens: int, share: float, rates: Rates, moving: _Moving
 ) -> Iterator[dict[str, Any]]:
     cached = request.cached
     bound = work_of(built.config, built.expert_bytes, tokens, share, cached).bound_seconds(rates)
-    for way, times in _in_turn(request, built, tokens).items():
+    for way, times in _in_turn(request, built, tokens, moving).items():
         seconds = statistics.median(times)
         yield {
             "bench": "prefill", "config": request.config, "layers": request.layers, "gpu_share": share,
@@ -154,13 +164,41 @@ def _rows(
         }  # fmt: skip
 
 
-def _in_turn(request: Request, built: hybrid.Built, tokens: int) -> dict[str, list[float]]:
+class _Moving:
+    """Live placement of a model whose prompts are measured without it, too."""
+
+    def __init__(self) -> None:
+        self._switched: Switched | None = None
+
+    def start(
+        self, plan: Plan, side: GpuSide, usage: ExpertUsage, copies: CudaCopies | None
+    ) -> LiveExperts | None:
+        live = live_experts(plan, side, usage, copies)
+        self._switched = None if live is None else Switched(live)
+        return cast(LiveExperts | None, self._switched)
+
+    def turn(self, on: bool, step: Callable[[], object]) -> None:
+        """Steps before a prompt, after which exchanges may be under way."""
+        if self._switched is None:
+            return
+        self._switched.on = on
+        for _ in range(STEPS_BETWEEN):
+            step()
+        if not on:
+            self._switched.live.finish()
+
+
+def _in_turn(
+    request: PrefillFlags, built: hybrid.Built, tokens: int, moving: _Moving
+) -> dict[str, list[float]]:
     """Seconds of prompts, by way."""
     seconds = {way: list[float]() for way in request.ways}
     prompts = {way: prompt_seconds(built, tokens, request.repeats, request.cached) for way in seconds}
+    step = hybrid.decoder(built, 1, request.cached + max(request.tokens))
     for _ in range(request.repeats):
         for way, times in seconds.items():
             built.travels(WAYS[way])
+            moving.turn(way == LIVE, step)
             times.append(next(prompts[way]))
     return seconds
 

@@ -25,9 +25,9 @@ from tandem.flags.engine_config import EngineConfig
 from tandem.hub.names import shown_name
 from tandem.kernels.this_machine import this_machine
 from tandem.machine.machine import Machine
-from tandem.planner.forecast.advice import Question
+from tandem.planner.forecast.advice import PlanQuestion
 from tandem.planner.forecast.machine_spec import MachineWish, wished_speeds
-from tandem.planner.forecast.report import Asked, report
+from tandem.planner.forecast.report import ForecastSizes, report
 
 PRIVATE = frozenset((
     "model", "kt_weight_path", "api_key", "api_key_file", "host", "init_expert_location", "packed_cache",
@@ -35,12 +35,12 @@ PRIVATE = frozenset((
 ))  # fmt: skip
 
 
-def build(config: EngineConfig, load: Asked = Asked()) -> dict[str, Any]:
+def build(config: EngineConfig, load: ForecastSizes = ForecastSizes()) -> dict[str, Any]:
     """Measures for some seconds. Raises ConfigError where the model does not fit this machine."""
     machine = this_machine()
     probe = MachineProbe(machine)
     model, stored = inspect(config.model, lambda path: _subject(path, config))
-    question = Question(config, model, machine, stored, wished_speeds(MachineWish(), machine, probe.speeds()))
+    question = PlanQuestion(config, model, machine, stored, wished_speeds(MachineWish(), machine, probe.speeds()))
     question.plan()  # before it takes time
     measured, question, load = verified(question, probe, load)
     planned = report(shown_name(config.model), question, (), load)

@@ -25,17 +25,17 @@ from tandem.bench.stored import FORMATS, stored_as
 from tandem.bench.synthetic import FAR, SyntheticCheckpoint, SyntheticStore
 from tandem.engine.engine import Engine
 from tandem.engine.expert_statistics import expert_usage
-from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.engine.protocol import GenerateRequest, SamplingSettings
 from tandem.engine.start.loader import use_one_torch_thread
 from tandem.engine.start.parts import EngineParts
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.workers import planned_pool
 from tandem.mechanisms.cost import cost_of
 from tandem.planner.choices.cached import cached_as
-from tandem.planner.forecast.advice import Question
+from tandem.planner.forecast.advice import PlanQuestion
 from tandem.planner.forecast.machine_spec import MachineWish, wished_speeds
 from tandem.planner.forecast.prediction import Prediction
-from tandem.planner.forecast.report import Asked
+from tandem.planner.forecast.report import ForecastSizes
 from tandem.planner.plan import Plan
 from tandem.planner.resolve import resolve
 from tandem.spec.layers import Layer
@@ -60,7 +60,7 @@ Figures = Mapping[str, float]
 """Speeds of a machine, by their names in `Speeds`."""
 
 
-class Running(NamedTuple):
+class RunningSample(NamedTuple):
     """A sample's engine, and what reads the machine's speeds where its experts lie."""
 
     engine: Engine
@@ -92,11 +92,11 @@ class Verified(NamedTuple):
     same moments. asked: of a shorter prompt, where one of all its tokens would take too long."""
 
     rates: dict[str, float]
-    question: Question
-    asked: Asked
+    question: PlanQuestion
+    asked: ForecastSizes
 
 
-def verified(question: Question, probe: MachineProbe, load: Asked) -> Verified:
+def verified(question: PlanQuestion, probe: MachineProbe, load: ForecastSizes) -> Verified:
     """Measures what is asked, of one sequence."""
     use_one_torch_thread()
     decode, prompt, tokens = _measured_rates(question, load.context, load.prompt, probe.add)
@@ -107,7 +107,7 @@ def verified(question: Question, probe: MachineProbe, load: Asked) -> Verified:
 
 
 def _measured_rates(
-    question: Question, context: int, prompt: int, heard: Callable[[Figures], None]
+    question: PlanQuestion, context: int, prompt: int, heard: Callable[[Figures], None]
 ) -> tuple[float, float, int]:
     """Tokens per second of decoding and of a prompt, and its tokens. heard: called with the machine's speeds, several
     times in between."""
@@ -125,7 +125,7 @@ def _measured_rates(
     return 1 / decode, tokens / prefill, tokens
 
 
-def depths_of(question: Question, plan: Plan, predicted: Prediction, context: int) -> list[int]:
+def depths_of(question: PlanQuestion, plan: Plan, predicted: Prediction, context: int) -> list[int]:
     """Layers of both samples, or of one: all of them where the time allows that. What a sample takes of any memory is a
     part of what the plan's ledger says, so time alone bounds it: to make its weights, and to run its steps."""
     layers, period = len(question.model.layers), _period(question.model.layers)
@@ -140,7 +140,7 @@ def depths_of(question: Question, plan: Plan, predicted: Prediction, context: in
     return [period * depth for depth in sorted({max(1, deeper // SHALLOW_SHARE), deeper})]
 
 
-def _sample_bytes(question: Question, plan: Plan) -> float:
+def _sample_bytes(question: PlanQuestion, plan: Plan) -> float:
     """Bytes of a layer of a sample."""
     model = question.model
     nbytes = model.expert_bytes(plan.expert_format, question.stored.experts)
@@ -157,7 +157,7 @@ def whole_seconds(layers: int, depths: Sequence[int], seconds: Sequence[float]) 
     return longest + each * (layers - deepest)
 
 
-def _head_seconds(question: Question, plan: Plan) -> float:
+def _head_seconds(question: PlanQuestion, plan: Plan) -> float:
     nbytes = 2 * question.model.vocab * question.model.hidden
     return nbytes / 1e9 / (question.speeds.dram_gbps if plan.gpu is None else question.speeds.gpu_gbps)
 
@@ -176,7 +176,7 @@ def _free() -> None:
 
 
 def _times(
-    question: Question, plan: Plan, depth: int, tokens: tuple[int, int], heard: Callable[[Figures], None]
+    question: PlanQuestion, plan: Plan, depth: int, tokens: tuple[int, int], heard: Callable[[Figures], None]
 ) -> tuple[float, float]:
     """Seconds of a decode step at a context of so many tokens, and of a prompt."""
     started, (context, prompt) = perf_counter(), tokens
@@ -222,7 +222,7 @@ def prompt_seconds(engine: Engine, tokens: int, keep: bool = False) -> float:
     """Until the first token. keep: the sequence goes on."""
     ids = [(7919 * i + tokens) % VOCAB for i in range(tokens)]
     limit = None if keep else 1
-    sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=limit)
+    sampling = SamplingSettings(temperature=0.0, ignore_eos=True, max_tokens=limit)
     engine.add(GenerateRequest(id=f"{tokens}-{keep}", prompt_ids=ids, sampling=sampling))
     started = perf_counter()
     while not any(output.token_ids for output in engine.step()):
@@ -230,12 +230,12 @@ def prompt_seconds(engine: Engine, tokens: int, keep: bool = False) -> float:
     return perf_counter() - started
 
 
-def _running(question: Question, plan: Plan, depth: int, tokens: int) -> Running:
+def _running(question: PlanQuestion, plan: Plan, depth: int, tokens: int) -> RunningSample:
     model = _sample(question, plan, depth)
     return running_plan(question, _small_plan(question, plan, model, tokens), model)
 
 
-def running_plan(question: Question, small: Plan, model: ModelConfig) -> Running:
+def running_plan(question: PlanQuestion, small: Plan, model: ModelConfig) -> RunningSample:
     """An engine of this plan, with made-up weights as the question's are stored."""
     dense, experts = _dense_format(question), _experts_format(question, small)
     workers = planned_pool(small)
@@ -248,7 +248,7 @@ def running_plan(question: Question, small: Plan, model: ModelConfig) -> Running
         built = models.build(model, small, checkpoint, ops)
         reader = buffer_reader(question.machine, workers, small.tier)
         figures = partial(read_beside, workers, small.tier, reader, None)
-        return Running(Engine.from_parts(EngineParts(small, model, built, text, workers)), figures)
+        return RunningSample(Engine.from_parts(EngineParts(small, model, built, text, workers)), figures)
     from tandem.engine.start.gpu_side import (  # Triton is there only where a GPU is
         begin_step,
         expert_stream,
@@ -268,10 +268,10 @@ def running_plan(question: Question, small: Plan, model: ModelConfig) -> Running
     layers = side.handoff.layers
     experts_reader = DramReader.of(layers, workers, small.tier) if layers else None
     bus = None if stream is None else stream.deliveries.copied_gbps
-    return Running(Engine.from_parts(parts), partial(read_beside, workers, small.tier, experts_reader, bus))
+    return RunningSample(Engine.from_parts(parts), partial(read_beside, workers, small.tier, experts_reader, bus))
 
 
-def _small_plan(question: Question, plan: Plan, model: ModelConfig, tokens: int) -> Plan:
+def _small_plan(question: PlanQuestion, plan: Plan, model: ModelConfig, tokens: int) -> Plan:
     """Plan of a sample, for a sequence of so many tokens. Made-up weights guess nothing, and have no draft layer."""
     dense, experts = _dense_format(question), _experts_format(question, plan)
     share = 0.0 if plan.gpu is None else plan.gpu.experts / max(1, question.model.routed_experts)
@@ -287,7 +287,7 @@ def _small_plan(question: Question, plan: Plan, model: ModelConfig, tokens: int)
     return dataclasses.replace(small, max_step_tokens=plan.max_step_tokens)
 
 
-def _sample(question: Question, plan: Plan, depth: int) -> ModelConfig:
+def _sample(question: PlanQuestion, plan: Plan, depth: int) -> ModelConfig:
     """The last layers, with fewer experts: enough that no cache holds them."""
     model = cached_as(question.config, question.model)
     count = _expert_count(model, model.expert_bytes(plan.expert_format, question.stored.experts), plan.gpu is not None)
@@ -343,7 +343,7 @@ def _smaller(layer: Layer, count: int) -> Layer:
     return Layer(tuple(blocks))
 
 
-def _method(question: Question, plan: Plan) -> str | None:
+def _method(question: PlanQuestion, plan: Plan) -> str | None:
     """None: as they are stored; else the format that is made while loading and comes nearest in bytes."""
     if _experts_format(question, plan) != "bf16":
         return None
@@ -353,14 +353,14 @@ def _method(question: Question, plan: Plan) -> str | None:
     return "BF16" if each > 1.5 else "INT8" if each > 0.8 else "INT4"
 
 
-def _experts_format(question: Question, plan: Plan) -> str:
+def _experts_format(question: PlanQuestion, plan: Plan) -> str:
     """Format of the sample's experts as stored, of FORMATS; "bf16" where they are made while loading, or are stored as
     nothing that can be made up."""
     stored = question.stored.experts.name if plan.expert_format == STORED else "bf16"
     return next((name for name in FORMATS if stored.split()[0] == name.split("-")[0]), "bf16")
 
 
-def _dense_format(question: Question) -> str:
+def _dense_format(question: PlanQuestion) -> str:
     """Likewise, of dense matrices."""
     dense = question.stored.dense
     if not dense.quantised:

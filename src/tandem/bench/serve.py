@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tandem.bench.ceilings import measure_read_gbps
-from tandem.bench.load_client import Answer, Load, LoadClient, LoadError
+from tandem.bench.load_client import LoadClient, LoadError, LoadShape, SentRequest
 from tandem.bench.own_server import own_server
 from tandem.bench.rows import stamp, write
 from tandem.engine.start.model_files import prepare
@@ -24,23 +24,23 @@ from tandem.kernels.workers import planned_pool
 from tandem.machine.machine import Machine
 from tandem.planner.forecast.bound import bytes_per_step
 
-WARM_UP = Load(requests=2, input_len=32, output_len=4, concurrency=2, seed=-1)
+WARM_UP = LoadShape(requests=2, input_len=32, output_len=4, concurrency=2, seed=-1)
 _ERRORS_SHOWN = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Request:
+class LoadFlags:
     """The flags of a run. url None: `model` is served with `flags` for the time of the measurement."""
 
     model: str
     url: str | None
-    loads: tuple[Load, ...]
+    loads: tuple[LoadShape, ...]
     api_key: str | None
     flags: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Row:
+class LoadRow:
     """One load. Rates count successful requests over the time from the first one sent to the last token. Times are in
     milliseconds: to the first token, per further token of an answer, between pieces as they came, of a request.
     bound_tok_s: of decoding alone with so many sequences: weights read per step ÷ DRAM bandwidth, measured before the
@@ -75,7 +75,7 @@ class Row:
     date: str
 
 
-def run(request: Request, out: Path | None) -> None:
+def run(request: LoadFlags, out: Path | None) -> None:
     console, rows = Console(), []
     for row, answers in measure(request):
         rows.append(row)
@@ -86,7 +86,7 @@ def run(request: Request, out: Path | None) -> None:
         console.print(f"Written to {out}")
 
 
-def measure(request: Request) -> Iterator[tuple[Row, list[Answer]]]:
+def measure(request: LoadFlags) -> Iterator[tuple[LoadRow, list[SentRequest]]]:
     """Raises LoadError when there is no server, or no request of a load succeeds."""
     if request.url is not None:
         yield from _rows(request, request.url, lambda _batch: 0.0)
@@ -98,7 +98,7 @@ def measure(request: Request) -> Iterator[tuple[Row, list[Answer]]]:
         yield from _rows(request, address, bound)
 
 
-def decode_bound(request: Request) -> Callable[[int], float]:
+def decode_bound(request: LoadFlags) -> Callable[[int], float]:
     """Tokens per second that no decoding of so many sequences at once can exceed on this machine; 0: not known."""
     config = EngineConfig.from_args([request.model, *request.flags])
     prepare(config)
@@ -112,7 +112,7 @@ def decode_bound(request: Request) -> Callable[[int], float]:
     )
 
 
-def _rows(request: Request, url: str, bound: Callable[[int], float]) -> Iterator[tuple[Row, list[Answer]]]:
+def _rows(request: LoadFlags, url: str, bound: Callable[[int], float]) -> Iterator[tuple[LoadRow, list[SentRequest]]]:
     client = LoadClient(url, request.api_key)
     name = client.model_name()
     _succeeded(client.run(name, WARM_UP, lambda _n: None)[0])
@@ -122,25 +122,27 @@ def _rows(request: Request, url: str, bound: Callable[[int], float]) -> Iterator
         yield _row(request, name, load, _succeeded(answers), seconds, most), answers
 
 
-def _under(client: LoadClient, name: str, load: Load) -> tuple[list[Answer], float]:
+def _under(client: LoadClient, name: str, load: LoadShape) -> tuple[list[SentRequest], float]:
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(_load_text(load), total=load.requests)
         return client.run(name, load, lambda done: progress.update(task, completed=done))
 
 
-def _succeeded(answers: list[Answer]) -> list[Answer]:
+def _succeeded(answers: list[SentRequest]) -> list[SentRequest]:
     answered = [answer for answer in answers if answer.error is None]
     if not answered:
         raise LoadError(f"every request failed, the first with {answers[0].error}")
     return answered
 
 
-def _row(request: Request, name: str, load: Load, answers: list[Answer], seconds: float, bound: float) -> Row:
+def _row(
+    request: LoadFlags, name: str, load: LoadShape, answers: list[SentRequest], seconds: float, bound: float
+) -> LoadRow:
     machine, tok_s = Machine.detect(), sum(a.tokens for a in answers) / seconds
     per_token = [t for a in answers if (t := a.seconds_per_token) is not None]
     first, total = [a.first_token_seconds for a in answers], [a.ended - a.sent for a in answers]
-    return Row(
+    return LoadRow(
         bench="serve",
         config=name,
         server="tandem" if request.url is None else request.url,
@@ -176,11 +178,11 @@ def _milliseconds(seconds: list[float], percentile: float) -> float:
     return round(1e3 * float(np.percentile(seconds, percentile)), 2) if seconds else 0.0
 
 
-def _load_text(load: Load) -> str:
+def _load_text(load: LoadShape) -> str:
     return f"{load.concurrency} at once" if load.rate is None else f"{load.rate:g} per second"
 
 
-def _show_errors(console: Console, answers: list[Answer]) -> None:
+def _show_errors(console: Console, answers: list[SentRequest]) -> None:
     errors = [answer.error for answer in answers if answer.error is not None]
     for text in errors[:_ERRORS_SHOWN]:
         console.print(f"failed: {text}", style="red", markup=False)
@@ -188,7 +190,7 @@ def _show_errors(console: Console, answers: list[Answer]) -> None:
         console.print(f"… and {len(errors) - _ERRORS_SHOWN} more", style="red")
 
 
-def table(rows: list[Row]) -> Table:
+def table(rows: list[LoadRow]) -> Table:
     first = rows[0]
     lengths = f"{first.input_len} tokens in, {first.output_len} out"
     caption = "tokens per second out and in; bound: share of what decoding alone could do; times: median (p99) in ms"

@@ -19,7 +19,7 @@ from tandem.bench.rows import machine_name, progress, stamp, write
 from tandem.bench.told.governed import governed, governed_text
 from tandem.engine.engine import Engine
 from tandem.engine.pace import PrefillPace
-from tandem.engine.protocol import GenerateRequest, SamplingParams, SpeculationStats
+from tandem.engine.protocol import GenerateRequest, SamplingSettings, SpeculationStats
 from tandem.engine.speculation.foretold import Foretold
 from tandem.engine.start.loader import load_parts
 from tandem.engine.start.parts import EngineParts
@@ -42,7 +42,7 @@ BEGUN = {  # how an answer begins; without it the demo model talks about the cod
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class SpeculationFlags:
     """The flags of a run. `tokens` of each answer are timed, `repeats` times each way; acceptances: of guesses
     from the known answer, instead of the algorithm's own."""
 
@@ -62,7 +62,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SpeculationRow:
     """One measurement. ratio: the median of the turns' own. acceptance: wanted, or the share of the guesses that were
     right; steps: most guesses of a sequence in a step."""
 
@@ -89,7 +89,7 @@ class Row:
     date: str
 
 
-def run(request: Request, out: Path | None) -> None:
+def run(request: SpeculationFlags, out: Path | None) -> None:
     console, rows = Console(), []
     for row in measure(request):
         rows.append(row)
@@ -101,20 +101,20 @@ def run(request: Request, out: Path | None) -> None:
         console.print(f"Written to {out}")
 
 
-def measure(request: Request) -> Iterator[Row]:
+def measure(request: SpeculationFlags) -> Iterator[SpeculationRow]:
     for fmt in request.formats:
         progress(f"{request.config or request.model}, {fmt}: weights")
         parts = _parts(request, fmt)
         for batch in request.batches:
             for task in TASKS:
                 progress(f"{task}, batch {batch}: the answers without guesses")
-                pair = _Turns(parts, task, batch, request)
+                pair = _TimedAnswers(parts, task, batch, request)
                 for acceptance in request.acceptances or (None,):
                     progress(f"{task}, batch {batch}: {request.repeats} turns")
                     yield _row(request, fmt, task, batch, acceptance, pair)
 
 
-def _parts(request: Request, fmt: str) -> EngineParts:
+def _parts(request: SpeculationFlags, fmt: str) -> EngineParts:
     if request.config is None:
         return load_parts(_config(request, request.model, fmt))
     with TemporaryDirectory(prefix="tandem-bench-") as folder:
@@ -122,7 +122,7 @@ def _parts(request: Request, fmt: str) -> EngineParts:
         return made_up_parts(_config(request, folder, fmt))
 
 
-def _config(request: Request, model: str, fmt: str) -> EngineConfig:
+def _config(request: SpeculationFlags, model: str, fmt: str) -> EngineConfig:
     return EngineConfig.from_keywords(
         model,
         device="cpu",
@@ -135,10 +135,10 @@ def _config(request: Request, model: str, fmt: str) -> EngineConfig:
     )
 
 
-class _Turns:
+class _TimedAnswers:
     """The same answers with guesses and without, one after the other."""
 
-    def __init__(self, parts: EngineParts, task: str, batch: int, request: Request) -> None:
+    def __init__(self, parts: EngineParts, task: str, batch: int, request: SpeculationFlags) -> None:
         self._parts, self._request = parts, request
         self._plain = Engine.from_parts(replace(parts, plan=replace(parts.plan, speculation=None)))
         self._prompts = [_prompt(parts, task, i) for i in range(batch)]
@@ -169,7 +169,7 @@ class _Turns:
 
     def _timed(self, engine: Engine) -> tuple[float, list[list[int]]]:
         """Tokens per second from when all prompts are computed; and the answers."""
-        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=self._request.tokens)
+        params = SamplingSettings(temperature=0.0, ignore_eos=True, max_tokens=self._request.tokens)
         answers: list[list[int]] = [[] for _ in self._prompts]
         for i, prompt in enumerate(self._prompts):
             engine.add(GenerateRequest(id=str(i), prompt_ids=prompt, sampling=params))
@@ -193,11 +193,13 @@ def _prompt(parts: EngineParts, task: str, number: int) -> list[int]:
     return tokenizer.encode(text + beginning, add_special_tokens=False)
 
 
-def _row(request: Request, fmt: str, task: str, batch: int, acceptance: float | None, pair: _Turns) -> Row:
+def _row(
+    request: SpeculationFlags, fmt: str, task: str, batch: int, acceptance: float | None, pair: _TimedAnswers
+) -> SpeculationRow:
     turns, stats = pair.ratios(acceptance)
     machine: dict[str, Any] = stamp(machine_name(Machine.detect(), request.threads))
     measured = stats.right_guesses / stats.guesses if stats.guesses else 0.0
-    return Row(
+    return SpeculationRow(
         bench="speculation",
         config=request.config or Path(request.model).name,
         format=fmt.lower(),
@@ -217,7 +219,7 @@ def _row(request: Request, fmt: str, task: str, batch: int, acceptance: float | 
     )
 
 
-def _algorithm(request: Request, acceptance: float | None) -> str:
+def _algorithm(request: SpeculationFlags, acceptance: float | None) -> str:
     """A draft layer does its work even where other guesses than its own count."""
     if acceptance is None:
         return request.algorithm
@@ -225,7 +227,7 @@ def _algorithm(request: Request, acceptance: float | None) -> str:
     return f"{algorithm}, foretold" if request.algorithm in DRAFT_ALGORITHMS else "foretold"
 
 
-def table(rows: list[Row]) -> Table:
+def table(rows: list[SpeculationRow]) -> Table:
     ratios = Table(title="Decoding with guesses of next tokens, beside decoding without, in turn")
     for name in ("task", "format", "algorithm", "governor"):
         ratios.add_column(name)

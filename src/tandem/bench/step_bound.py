@@ -28,7 +28,7 @@ def paired_share(bounds: Sequence[float], times: Sequence[float]) -> float:
     return statistics.median(bound / time for bound, time in zip(bounds, times, strict=True))
 
 
-class Turn(NamedTuple):
+class TimedTokens(NamedTuple):
     """Some tokens, one a step: experts they used, in all layers, those on the GPU, seconds, and GB/s of reading DRAM
     afterwards."""
 
@@ -39,13 +39,13 @@ class Turn(NamedTuple):
     dram_gbps: float
 
 
-class Ceilings(NamedTuple):
+class StepCeilings(NamedTuple):
     """Seconds of a step without experts; GB/s of GPU memory."""
 
     step_seconds: float
     gpu_gbps: float
 
-    def columns(self, turns: Sequence[Turn], expert_bytes: int) -> dict[str, float]:
+    def columns(self, turns: Sequence[TimedTokens], expert_bytes: int) -> dict[str, float]:
         """share: of the least possible time, the median of all turns."""
         bounds = [self.bound(turn, expert_bytes) for turn in turns]
         times = [turn.seconds / turn.tokens for turn in turns]
@@ -55,7 +55,7 @@ class Ceilings(NamedTuple):
             "dram_gbps": round(statistics.median(turn.dram_gbps for turn in turns), 1),
         }
 
-    def bound(self, turn: Turn, expert_bytes: int) -> float:
+    def bound(self, turn: TimedTokens, expert_bytes: int) -> float:
         """Seconds of a token, at least."""
         gpu_reads, cpu_reads = turn.hits / turn.tokens, (turn.used - turn.hits) / turn.tokens
         return self.step_seconds + experts_seconds(

@@ -17,7 +17,7 @@ from torch import Tensor
 from tandem.bench.formats import as_stored
 from tandem.bench.stored import FORMATS
 from tandem.checkpoint.parts import is_expert
-from tandem.experts import ExpertMatrices, Experts
+from tandem.experts import ExpertMatrices, RoutedExperts
 from tandem.experts.feed import LayerFeed
 from tandem.experts.handoff import Handoff
 from tandem.experts.hybrid_experts import HybridExperts, HybridTicket
@@ -221,7 +221,7 @@ class SyntheticStore:
         self._store, self._handoff, self._empty, self._chosen = store, handoff, empty, chosen
         self._whole = whole
 
-    def layer(self, index: int, count: int, width: int, fmt: str, activation: Activation = SILU) -> Experts:
+    def layer(self, index: int, count: int, width: int, fmt: str, activation: Activation = SILU) -> RoutedExperts:
         if self._empty:
             return NoExperts()
         if self._chosen is None:

@@ -23,7 +23,7 @@ from tandem.bench.sample import (
     PROMPTS,
     STEPS,
     WARM_STEPS,
-    Running,
+    RunningSample,
     prompt_seconds,
     repeated,
     running_plan,
@@ -36,7 +36,7 @@ from tandem.errors import ConfigError
 from tandem.flags.engine_config import EngineConfig
 from tandem.machine.gpus import Gpu, detect_gpus
 from tandem.machine.machine import Machine
-from tandem.planner.forecast.advice import Question
+from tandem.planner.forecast.advice import PlanQuestion
 from tandem.planner.forecast.ledger import VRAM
 from tandem.planner.forecast.machine_spec import MachineWish, wished_speeds
 from tandem.planner.forecast.prediction import CONTEXT, PROMPT
@@ -73,7 +73,7 @@ CASES = (
 )
 
 
-class Seen(NamedTuple):
+class MemoryFigures(NamedTuple):
     """A run's figures: bytes of GPU memory at most, and those that PyTorch held and used of them; tokens per second of
     a prompt of so many tokens, and of one answer."""
 
@@ -85,12 +85,12 @@ class Seen(NamedTuple):
     decode: float
 
 
-def tight_question(case: TightCase, machine: Machine, speeds: Speeds) -> Question:
+def tight_question(case: TightCase, machine: Machine, speeds: Speeds) -> PlanQuestion:
     """With experts in bf16, which are rounded while loading."""
     model = named_config(case.name, None)
     model = with_experts(model, case.experts or model.moe.experts.count)
     config = EngineConfig.from_keywords(case.name, **case.flags)
-    return Question(config, model, machine, stored_as(model, case.dense, "bf16"), speeds)
+    return PlanQuestion(config, model, machine, stored_as(model, case.dense, "bf16"), speeds)
 
 
 def cut(machine: Machine, gpu: Gpu, gib: int) -> Machine:
@@ -146,7 +146,7 @@ def measured(case: TightCase, machine: Machine) -> list[dict[str, Any]]:
     return rows(case, dataclasses.replace(question, speeds=speeds), plan, run)
 
 
-def ran(running: Running, plan: Plan, free: int, probe: MachineProbe) -> Seen:
+def ran(running: RunningSample, plan: Plan, free: int, probe: MachineProbe) -> MemoryFigures:
     """free: bytes of GPU memory before there was anything. The longest chunk comes first: it takes most."""
     engine, most = running.engine, [free]
 
@@ -170,10 +170,10 @@ def ran(running: Running, plan: Plan, free: int, probe: MachineProbe) -> Seen:
     engine.step()
     torch_bytes = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
     rate = tokens / statistics.median(prompts)
-    return Seen(free - min(most), *torch_bytes, tokens, rate, 1 / statistics.median(steps))
+    return MemoryFigures(free - min(most), *torch_bytes, tokens, rate, 1 / statistics.median(steps))
 
 
-def rows(case: TightCase, question: Question, plan: Plan, readings: Seen) -> list[dict[str, Any]]:
+def rows(case: TightCase, question: PlanQuestion, plan: Plan, readings: MemoryFigures) -> list[dict[str, Any]]:
     """As they are kept."""
     keys = {
         "bench": "plan_tight", "config": case.name, "experts": question.model.moe.experts.count,

@@ -1,4 +1,4 @@
-"""`Checkpoint`: a directory of safetensors files as named tensors and matrices, mapped, not read.
+"""`SafetensorsCheckpoint`: a directory of safetensors files as named tensors and matrices, mapped, not read.
 
 Knows no model: `models/` says which names exist and what they mean. Names are Hugging Face's, however they are spelt in
 the files (`key_names.py`). A name says two things: which matrix the tensor is part of (`parts.py`), and its layer, for
@@ -16,9 +16,9 @@ from torch import Tensor
 from tandem.checkpoint.layouts import detect
 from tandem.checkpoint.mapped.cut import read_part
 from tandem.checkpoint.mapped.tensors import MappedTensors
-from tandem.checkpoint.parts import Part, Parts, by_module, codes_part, one_expert
+from tandem.checkpoint.parts import Parts, TensorPart, by_module, codes_part, one_expert
 from tandem.checkpoint.quant_hints import quant_hints
-from tandem.checkpoint.stored_matrix import Stored
+from tandem.checkpoint.stored_matrix import StoredMatrix
 from tandem.checkpoint.survey import stored_formats, survey
 from tandem.checkpoint.tables.readers import ignored, lookup_of
 from tandem.checkpoint.tables.stored_rows import stored_rows, stored_tables
@@ -29,17 +29,17 @@ from tandem.spec.shard import ALL
 from tandem.spec.stored import StoredFormats
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
+def open_checkpoint(path: str | Path) -> SafetensorsCheckpoint:
     """A model directory: one or several `*.safetensors`, with or without an index.
 
     Opening reads only headers. Raises CheckpointError, which names the file (and tensor). Reasons: a missing directory,
     no weights, a missing or truncated shard, a tensor in two shards, an index that does not match, scales that are
     missing or do not fit.
     """
-    return Checkpoint(Path(path))
+    return SafetensorsCheckpoint(Path(path))
 
 
-class Checkpoint(MappedTensors):
+class SafetensorsCheckpoint(MappedTensors):
     """Tensors by name, and what they are together: matrices [N, K] of numbers, or of codes and scales."""
 
     def __init__(self, path: Path) -> None:
@@ -105,12 +105,12 @@ class Checkpoint(MappedTensors):
             return n, k
         return self._surveyed(module).shape
 
-    def _surveyed(self, module: str) -> Stored:
+    def _surveyed(self, module: str) -> StoredMatrix:
         if module not in self._survey:
             raise CheckpointError(f"{self.path} has no matrix {module}.weight")
         return self._survey[module][0]
 
-    def _matrix_parts(self, module: str) -> dict[str, Part]:
+    def _matrix_parts(self, module: str) -> dict[str, TensorPart]:
         if not self.has_matrix(module):
             raise CheckpointError(f"{self.path} has no tensor {module}.weight")
         return self._modules[module]

@@ -22,7 +22,7 @@ from tandem.checkpoint.mapped.pages import Pages, Paging
 from tandem.checkpoint.parts import is_table
 from tandem.checkpoint.survey import stored_formats
 from tandem.checkpoint.tables.readers import ignored, lookup_of
-from tandem.checkpoint.tables.stored_rows import Piece, StoredRows
+from tandem.checkpoint.tables.stored_rows import RowRange, StoredRows
 from tandem.errors import CheckpointError
 from tandem.formats.codes import Weight
 from tandem.formats.cut import numbers
@@ -89,7 +89,7 @@ class GGUFCheckpoint:
         name = f"{module}.weight"
         self._rows.check_shape(name, shape)
         tensor = self._rows.place(name).tensor
-        piece = Piece(self.model.file_of(tensor), tensor.start, shape[0])
+        piece = RowRange(self.model.file_of(tensor), tensor.start, shape[0])
         stored = StoredRows(module, (piece,), tensor.row_bytes, lambda raw: numbers(weights_of(raw, tensor.kind)))
         return lookup_of(stored, where, progress)
 

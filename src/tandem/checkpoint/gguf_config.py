@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tandem.architectures import GGUF
-from tandem.architectures.family import Part
+from tandem.architectures.family import DerivedTensor
 from tandem.checkpoint.gguf_model import GGUFModel
 from tandem.checkpoint.gguf_names import layer_of
 from tandem.errors import CheckpointError
@@ -45,7 +45,7 @@ NO_MODELS = {
 Config = dict[str, Any]
 
 
-class _Keys:
+class _GgufMetadata:
     """`{architecture}.{key}` of a model's metadata."""
 
     def __init__(self, model: GGUFModel) -> None:
@@ -132,7 +132,8 @@ class _Keys:
         """Layers of the model itself. Files count draft layers among their blocks or do not, and may lack them."""
         count, drafts = self.need("block_count"), self.optional("nextn_predict_layers", 0)
         last = _last_block(self.model)
-        own = count if drafts and last == count and not _guesses(self.model, count - drafts) else count - max(drafts, 0)
+        beside = drafts and last == count and not _is_draft_block(self.model, count - drafts)
+        own = count if beside else count - max(drafts, 0)
         if own < 1:
             raise self.refuse("block_count", f"is {count}, of which {drafts} are draft layers: no layer is left")
         if last < own:
@@ -147,7 +148,7 @@ class _Keys:
     def drafts(self) -> int:
         """Draft layers whose tensors are there."""
         drafts = self.optional("nextn_predict_layers", 0)
-        return drafts if drafts > 0 and _guesses(self.model, self.depth) else 0
+        return drafts if drafts > 0 and _is_draft_block(self.model, self.depth) else 0
 
     @property
     def has_bias(self) -> bool:
@@ -170,7 +171,7 @@ class _Keys:
             rope |= {"rope_type": "divided", "divisors": divisors}
         return rope
 
-def _first(keys: _Keys, key: str) -> int:
+def _first(keys: _GgufMetadata, key: str) -> int:
     """Some writers repeat a number for every layer."""
     values = keys.model.array(keys.prefix + key, int)
     if len(set(values)) != 1:
@@ -178,7 +179,7 @@ def _first(keys: _Keys, key: str) -> int:
     return values[0]
 
 
-def _bounded(keys: _Keys, key: str, value: int) -> int:
+def _bounded(keys: _GgufMetadata, key: str, value: int) -> int:
     if why := outside(key, value):
         raise keys.refuse(key, why)
     return value
@@ -190,7 +191,7 @@ def _last_block(model: GGUFModel) -> int:
     return 1 + max((number for number in numbers if number is not None), default=-1)
 
 
-def _guesses(model: GGUFModel, block: int) -> bool:
+def _is_draft_block(model: GGUFModel, block: int) -> bool:
     """Whether a block has a draft layer's own tensors."""
     return any(name.startswith(f"blk.{block}.nextn.") for name in model.tensors)
 
@@ -209,20 +210,20 @@ def supported(model: GGUFModel) -> str:
     )
 
 
-def parts_of(model: GGUFModel) -> Mapping[str, Part]:
+def parts_of(model: GGUFModel) -> Mapping[str, DerivedTensor]:
     """Tensors that its architecture has otherwise than Hugging Face."""
-    return GGUF[model.architecture].parts(_Keys(model))
+    return GGUF[model.architecture].parts(_GgufMetadata(model))
 
 
 def wholes_of(model: GGUFModel) -> Mapping[str, list[int]]:
     """Tensors of whole numbers that are arrays of the metadata."""
-    return GGUF[model.architecture].wholes(_Keys(model))
+    return GGUF[model.architecture].wholes(_GgufMetadata(model))
 
 
 def config_json(model: GGUFModel) -> Config:
     """Content of `config.json`. CheckpointError for an architecture that is not supported, or a missing key."""
     architecture = supported(model)
-    keys = _Keys(model)
+    keys = _GgufMetadata(model)
     own = GGUF[architecture].config(keys)
     return _shared(keys, own) | own
 
@@ -279,7 +280,7 @@ def end_ids(model: GGUFModel) -> list[int]:
     return list(dict.fromkeys(i for i in (*file_ids, *known_ids) if i >= 0))
 
 
-def _shared(keys: _Keys, own: Config) -> Config:
+def _shared(keys: _GgufMetadata, own: Config) -> Config:
     """own: what the architecture says itself, of heads that differ between layers, for example."""
     model, heads = keys.model, own.get("num_attention_heads") or keys.need("attention.head_count")
     hidden = keys.need("embedding_length")

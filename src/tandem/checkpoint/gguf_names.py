@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from tandem.architectures import GGUF
-from tandem.architectures.family import Part
+from tandem.architectures.family import DerivedTensor
 from tandem.checkpoint.gguf_file import GGUFTensor
 
 TABLE = "model.ngram_table"
@@ -34,13 +34,13 @@ LAYER = "model.layers."
 GATE_UP = "ffn_gate_up_exps"  # the rows of "ffn_gate_exps", then those of "ffn_up_exps"
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where a Hugging Face tensor is: a tensor of the file, one expert of it, or made of it. half: of an expert's rows,
     where they are of two matrices."""
 
     tensor: GGUFTensor
     expert: int | None = None
-    part: Part | None = None
+    part: DerivedTensor | None = None
     half: int | None = None
 
     @property
@@ -50,16 +50,16 @@ class Place(NamedTuple):
         return (rows if self.half is None else rows // 2, *columns)
 
 
-def places(architecture: str, tensor: GGUFTensor) -> Iterator[tuple[str, Place]]:
+def places(architecture: str, tensor: GGUFTensor) -> Iterator[tuple[str, TensorPlace]]:
     """The Hugging Face names that `tensor` stands for; none for one that no model of ours reads."""
     stem, _, ending = tensor.name.rpartition(".")
     if ending not in ("weight", "bias"):
         stem = tensor.name
     if stem in OUTER_STREAMS:
-        yield OUTER_STREAMS[stem], Place(tensor)
+        yield OUTER_STREAMS[stem], TensorPlace(tensor)
         return
     if stem in OUTER:
-        yield f"{OUTER[stem]}.{ending}", Place(tensor)
+        yield f"{OUTER[stem]}.{ending}", TensorPlace(tensor)
         return
     layer, stems, last = layer_of(tensor), GGUF[architecture].stems, stem.split(".", 2)[-1]
     if layer is not None and (last, ending) == (GATE_UP, "weight") and "ffn_gate_exps" in stems:
@@ -70,22 +70,22 @@ def places(architecture: str, tensor: GGUFTensor) -> Iterator[tuple[str, Place]]
         return
     full = f"{LAYER}{layer}.{name}"
     if name.endswith(PLAIN):
-        yield full, Place(tensor)
+        yield full, TensorPlace(tensor)
     elif "{expert}" in name:
         for expert in range(tensor.shape[0]):
-            yield full.format(expert=expert) + f".{ending}", Place(tensor, expert)
+            yield full.format(expert=expert) + f".{ending}", TensorPlace(tensor, expert)
     else:
-        yield f"{full}.{ending}", Place(tensor)
+        yield f"{full}.{ending}", TensorPlace(tensor)
 
 
-def _halves(layer: str, stems: Mapping[str, str], tensor: GGUFTensor) -> Iterator[tuple[str, Place]]:
+def _halves(layer: str, stems: Mapping[str, str], tensor: GGUFTensor) -> Iterator[tuple[str, TensorPlace]]:
     """Gates and ups in one tensor."""
     for half, stem in enumerate(("ffn_gate_exps", "ffn_up_exps")):
         for expert in range(tensor.shape[0]):
-            yield f"{layer}{stems[stem].format(expert=expert)}.weight", Place(tensor, expert, half=half)
+            yield f"{layer}{stems[stem].format(expert=expert)}.weight", TensorPlace(tensor, expert, half=half)
 
 
-def with_parts(places: dict[str, Place], parts: Mapping[str, Part]) -> dict[str, Place]:
+def with_parts(places: dict[str, TensorPlace], parts: Mapping[str, DerivedTensor]) -> dict[str, TensorPlace]:
     """`places` without what is only there to be cut, and with what is made of it."""
     sources = {part.of for part in parts.values()}
     by_name = {name: place for name, place in places.items() if _inner(name) not in sources}

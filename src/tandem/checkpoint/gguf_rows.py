@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from tandem.architectures import GGUF
-from tandem.architectures.family import Part
+from tandem.architectures.family import DerivedTensor
 from tandem.checkpoint.gguf_config import parts_of
 from tandem.checkpoint.gguf_file import GGUFTensor
 from tandem.checkpoint.gguf_model import GGUFModel
-from tandem.checkpoint.gguf_names import Place, places, with_parts
+from tandem.checkpoint.gguf_names import TensorPlace, places, with_parts
 from tandem.checkpoint.mapped.cut import own_columns
 from tandem.checkpoint.parts import squeezed
 from tandem.errors import CheckpointError
@@ -33,14 +33,14 @@ class GGUFRows:
 
     def __init__(self, model: GGUFModel) -> None:
         self.model = model
-        by_name: dict[str, Place] = {}
+        by_name: dict[str, TensorPlace] = {}
         for tensor in model.tensors.values():
             by_name.update(places(model.architecture, tensor))
         self.places = with_parts(by_name, parts_of(model))
         self._heads = _turned_heads(model)
         self._check_kinds()
 
-    def place(self, name: str) -> Place:
+    def place(self, name: str) -> TensorPlace:
         try:
             return self.places[name]
         except KeyError:
@@ -125,7 +125,7 @@ def _bytes_of(columns: slice, row: tuple[int, int], kind: str) -> slice | None:
     return slice(start * row[1] // row[0], stop * row[1] // row[0])
 
 
-def _converted(x: Tensor, part: Part) -> Tensor:
+def _converted(x: Tensor, part: DerivedTensor) -> Tensor:
     """Numbers in another form: float32, since 1 + w loses bits of a w in bfloat16."""
     x = x.float()
     if part.columns:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 def identity(files: Iterable[Path], tensors: Iterable[tuple[object, ...]]) -> str:
-    """A digest of the files' names, sizes and times of last change, and of what their headers say of each tensor
-    (`tensors`: of each, or a digest of all in a file).
+    """A digest of the files' names, sizes and times of last change. Their headers count, too: what they say of each
+    tensor (`tensors`: of each, or a digest of all in a file).
 
     The weights themselves are not read: that would take as long as loading them. A file that is written anew gets
     another time, even when its contents are equal; then what was made from it is made again, which is merely slow.

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tandem.checkpoint.parts import Part, Parts
+from tandem.checkpoint.parts import Parts, TensorPart
 from tandem.checkpoint.quant_hints import QuantHints
 from tandem.checkpoint.scaling import Scaling, as_numbers, scaling
-from tandem.checkpoint.stored_matrix import Shape, Stored, Tensors, agreed, expect, needed
+from tandem.checkpoint.stored_matrix import Shape, StoredMatrix, Tensors, agreed, expect, needed
 from tandem.formats import packed
 from tandem.formats.codes import Weight
 from tandem.formats.quant_format import QuantFormat
 
 
-def compressed_ints(parts: Parts, hints: QuantHints, shape: Shape | None) -> Stored:
+def compressed_ints(parts: Parts, hints: QuantHints, shape: Shape | None) -> StoredMatrix:
     """compressed-tensors' pack-quantized: words along K; zero points packed along N."""
     part, scale = parts["packed"], needed(parts, "scale")
     along_rows = parts["zeros"].shape[:1] if "zeros" in parts else ()
@@ -28,7 +28,7 @@ def compressed_ints(parts: Parts, hints: QuantHints, shape: Shape | None) -> Sto
     fmt = QuantFormat(
         f"int{bits}", "compressed-tensors", s.group, s.block_rows, scale.dtype, "zeros" in parts, ordered
     )
-    return Stored(fmt, (n, k), lambda t, own: _read_words(_saying(t, (n, k), parts), bits, own, s, parts))
+    return StoredMatrix(fmt, (n, k), lambda t, own: _read_words(_saying(t, (n, k), parts), bits, own, s, parts))
 
 
 def _saying(t: Tensors, shape: Shape, parts: Parts) -> Tensors:
@@ -46,7 +46,7 @@ def _read_words(t: Tensors, bits: int, shape: Shape, s: Scaling, parts: Parts) -
     return _grouped(words, bits, scales, zeros, (k, s.group), t, parts)
 
 
-def gptq_or_awq(parts: Parts, hints: QuantHints, shape: Shape | None) -> Stored:
+def gptq_or_awq(parts: Parts, hints: QuantHints, shape: Shape | None) -> StoredMatrix:
     """GPTQ (words along K, [K / 8, N]) or AWQ (words along N, [K, N / 8]): scales [groups, N] tell them apart."""
     part, scale, zeros = parts["qweight"], needed(parts, "scale"), needed(parts, "zeros")
     if len(part.shape) != 2 or len(scale.shape) != 2 or part.dtype != "I32":
@@ -65,8 +65,8 @@ def gptq_or_awq(parts: Parts, hints: QuantHints, shape: Shape | None) -> Stored:
     packing, shifted = "awq" if awq else "gptq", not hints.symmetric
     fmt = QuantFormat(f"int{bits}", packing, group, 1, scale.dtype, shifted, ordered)
     if awq:
-        return Stored(fmt, (n, k), lambda t, own: _read_awq(t, group, own[1]))
-    return Stored(fmt, (n, k), lambda t, own: _read_gptq(t, bits, own, group, hints, parts))
+        return StoredMatrix(fmt, (n, k), lambda t, own: _read_awq(t, group, own[1]))
+    return StoredMatrix(fmt, (n, k), lambda t, own: _read_gptq(t, bits, own, group, hints, parts))
 
 
 def _read_awq(t: Tensors, group: int, depth: int) -> Weight:
@@ -85,7 +85,7 @@ def _read_gptq(t: Tensors, bits: int, shape: Shape, group: int, hints: QuantHint
     return _grouped(words, bits, t("scale").T, zeros, (k, group), t, parts)
 
 
-def _gptq_offset(words: Tensor, bits: int, part: Part, hints: QuantHints) -> int:
+def _gptq_offset(words: Tensor, bits: int, part: TensorPart, hints: QuantHints) -> int:
     """Symmetric checkpoints tell their version: all zero points are the middle, stored as it is or less 1."""
     stored = words.contiguous().view(torch.uint8)
     for offset, same in ((1, 0x77 if bits == 4 else 0x7F), (0, 0x88 if bits == 4 else 0x80)):
@@ -121,7 +121,7 @@ def _expect_order(parts: Parts, depth: int, hints: QuantHints) -> bool:
 
 
 def _word_bits(
-    part: Part, words: tuple[int, ...], along_rows: tuple[int, ...], hints: QuantHints, shape: Shape | None
+    part: TensorPart, words: tuple[int, ...], along_rows: tuple[int, ...], hints: QuantHints, shape: Shape | None
 ) -> tuple[int, Shape]:
     """(bits, [N, K]) of int32 words [N, K / (32 / bits)]. `along_rows`: how many words N zero points take, if any."""
     n, width = agreed(part, words, None)

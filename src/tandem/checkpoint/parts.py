@@ -24,7 +24,7 @@ CODES = ("weight", "packed", "qweight", "blocks")
 """Roles that hold the numbers themselves; a module has one of them."""
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """A tensor's header. `name` and `file` are those of the file, for messages."""
 
     name: str
@@ -36,7 +36,7 @@ class Part(NamedTuple):
         return CheckpointError(f"{self.file}: tensor {self.name} {what}")
 
 
-Parts = Mapping[str, Part]  # by role
+Parts = Mapping[str, TensorPart]  # by role
 
 
 def squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -65,9 +65,9 @@ def part_of(name: str) -> tuple[str, str]:
     return name, "weight"
 
 
-def by_module(tensors: Iterable[tuple[str, Part]]) -> dict[str, dict[str, Part]]:
+def by_module(tensors: Iterable[tuple[str, TensorPart]]) -> dict[str, dict[str, TensorPart]]:
     """Headers by Hugging Face name → {module: {role: header}}. CheckpointError when two tensors have one role."""
-    modules: dict[str, dict[str, Part]] = {}
+    modules: dict[str, dict[str, TensorPart]] = {}
     for name, part in tensors:
         module, role = part_of(name)
         roles = modules.setdefault(module, {})
@@ -77,7 +77,7 @@ def by_module(tensors: Iterable[tuple[str, Part]]) -> dict[str, dict[str, Part]]
     return modules
 
 
-def codes_part(parts: Parts) -> Part | None:
+def codes_part(parts: Parts) -> TensorPart | None:
     """The part that holds the numbers."""
     for role in CODES:
         if role in parts:
@@ -85,7 +85,7 @@ def codes_part(parts: Parts) -> Part | None:
     return None
 
 
-def one_expert(parts: Parts, experts: int | None = None) -> dict[str, Part]:
+def one_expert(parts: Parts, experts: int | None = None) -> dict[str, TensorPart]:
     """The parts of one expert of a fused tensor: without the leading dimension, which must be `experts` in all."""
     cut = {}
     for role, part in parts.items():

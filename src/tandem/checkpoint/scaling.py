@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.checkpoint.parts import Part
+from tandem.checkpoint.parts import TensorPart
 from tandem.checkpoint.quant_hints import QuantHints
 from tandem.errors import CheckpointError
 
@@ -39,7 +39,7 @@ def as_numbers(scale: Tensor) -> Tensor:
     return scale.to(torch.bfloat16) if scale.dtype is torch.float8_e8m0fnu else scale
 
 
-def scaling(part: Part, shape: tuple[int, int], hints: QuantHints, *, transposed: bool = False) -> Scaling:
+def scaling(part: TensorPart, shape: tuple[int, int], hints: QuantHints, *, transposed: bool = False) -> Scaling:
     """Granularity of the scales of a matrix [N, K]. `transposed`: scales are [groups, N] (GPTQ, AWQ)."""
     if part.dtype not in NUMBERS:
         raise part.wrong(f"is {part.dtype}; scales here are {', '.join(NUMBERS)}")
@@ -54,7 +54,7 @@ def scaling(part: Part, shape: tuple[int, int], hints: QuantHints, *, transposed
     return _block(part, shape, hints)
 
 
-def _group(part: Part, depth: int, count: int, hints: QuantHints) -> int:
+def _group(part: TensorPart, depth: int, count: int, hints: QuantHints) -> int:
     """The group size of which `count` cover K; several can only where K is no multiple of it."""
     fitting = [g for g in (*hints.groups, *(b[1] for b in hints.blocks)) if groups_of(depth, g) == count]
     fitting += [g for g in _POWERS if groups_of(depth, g) == count]
@@ -68,14 +68,14 @@ def _group(part: Part, depth: int, count: int, hints: QuantHints) -> int:
     )
 
 
-def _block(part: Part, shape: tuple[int, int], hints: QuantHints) -> Scaling:
+def _block(part: TensorPart, shape: tuple[int, int], hints: QuantHints) -> Scaling:
     for rows, columns in (*hints.blocks, _BLOCK):
         if part.shape == (groups_of(shape[0], rows), groups_of(shape[1], columns)):
             return Scaling(columns, rows)
     raise _no_block(part, shape, hints)
 
 
-def _no_block(part: Part, shape: tuple[int, int], hints: QuantHints) -> CheckpointError:
+def _no_block(part: TensorPart, shape: tuple[int, int], hints: QuantHints) -> CheckpointError:
     sizes = ", ".join(f"[{rows}, {columns}]" for rows, columns in hints.blocks)
     tried = f"{hints.where} says blocks of {sizes}" if sizes else "blocks of [128, 128] do not fit"
     guess = next((p for p in _POWERS if part.shape == tuple(groups_of(size, p) for size in shape)), 0)

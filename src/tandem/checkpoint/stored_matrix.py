@@ -1,4 +1,4 @@
-"""`Stored`: a matrix that was recognised, and the checks that recognising it takes."""
+"""`StoredMatrix`: a matrix that was recognised, and the checks that recognising it takes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tandem.checkpoint.parts import Part, Parts, codes_part
+from tandem.checkpoint.parts import Parts, TensorPart, codes_part
 from tandem.formats.codes import Weight
 from tandem.formats.quant_format import QuantFormat
 
@@ -17,7 +17,7 @@ FLOATS = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredMatrix:
     """A matrix [N, K] and how to read it."""
 
     format: QuantFormat
@@ -25,7 +25,7 @@ class Stored:
     read: Callable[[Tensors, Shape], Weight]  # of all tensors, or of the same part of each: then the shape is its own
 
 
-def needed(parts: Parts, role: str) -> Part:
+def needed(parts: Parts, role: str) -> TensorPart:
     """The part of that role, or an error that says which tensor is missing."""
     if role in parts:
         return parts[role]
@@ -39,7 +39,7 @@ def needed(parts: Parts, role: str) -> Part:
     )
 
 
-def agreed(part: Part, shape: tuple[int, ...], expected: Shape | None) -> Shape:
+def agreed(part: TensorPart, shape: tuple[int, ...], expected: Shape | None) -> Shape:
     if len(shape) != 2 or (expected is not None and shape != expected):
         implied = f"config.json implies {expected}" if expected else "a matrix has two dimensions"
         note = "" if shape == part.shape else f", which stands for {shape}"
@@ -47,7 +47,7 @@ def agreed(part: Part, shape: tuple[int, ...], expected: Shape | None) -> Shape:
     return shape[0], shape[1]
 
 
-def expect(part: Part, shape: tuple[int, ...], *dtypes: str) -> None:
+def expect(part: TensorPart, shape: tuple[int, ...], *dtypes: str) -> None:
     """CheckpointError unless the part has this shape and one of these types; none: any."""
     if part.shape != shape:
         raise part.wrong(f"has shape {part.shape}; its weight implies {shape}")
@@ -55,6 +55,6 @@ def expect(part: Part, shape: tuple[int, ...], *dtypes: str) -> None:
         raise part.wrong(f"is {part.dtype}; it must be {' or '.join(dtypes)}")
 
 
-def expect_one(part: Part) -> None:
+def expect_one(part: TensorPart) -> None:
     if part.shape not in ((), (1,), (1, 1)) or part.dtype not in FLOATS:
         raise part.wrong(f"is {part.dtype} of shape {part.shape}; it must be one number")

@@ -8,13 +8,13 @@ from dataclasses import replace
 from math import lcm
 
 from tandem.checkpoint.layouts import detect
-from tandem.checkpoint.parts import Part, Parts, codes_part, is_expert, is_table, one_expert
+from tandem.checkpoint.parts import Parts, TensorPart, codes_part, is_expert, is_table, one_expert
 from tandem.checkpoint.quant_hints import QuantHints
-from tandem.checkpoint.stored_matrix import FLOATS, Stored
+from tandem.checkpoint.stored_matrix import FLOATS, StoredMatrix
 from tandem.formats.quant_format import QuantFormat
 from tandem.spec.stored import StoredFormat, StoredFormats
 
-Survey = Mapping[str, tuple[Stored, int]]
+Survey = Mapping[str, tuple[StoredMatrix, int]]
 """Module → how one of its matrices is stored, and how many weights it has in all experts together."""
 
 
@@ -24,8 +24,8 @@ NUMBERS = ("kv_b_proj", ".k_b_proj", ".v_b_proj", "o_a_proj", "_hc.fn", "hc_fn")
 
 def survey(modules: Mapping[str, Parts], hints: QuantHints) -> Survey:
     """CheckpointError names the first matrix whose scales are missing or do not fit."""
-    matrices: dict[str, tuple[Stored, int]] = {}
-    by_form: dict[object, tuple[Stored, int] | None] = {}  # thousands of experts have the same few forms
+    matrices: dict[str, tuple[StoredMatrix, int]] = {}
+    by_form: dict[object, tuple[StoredMatrix, int] | None] = {}  # thousands of experts have the same few forms
     for module, parts in modules.items():
         part = codes_part(parts)
         if part is None or is_table(part.name):
@@ -39,7 +39,7 @@ def survey(modules: Mapping[str, Parts], hints: QuantHints) -> Survey:
     return matrices
 
 
-def _surveyed(part: Part, parts: Parts, hints: QuantHints) -> tuple[Stored, int] | None:
+def _surveyed(part: TensorPart, parts: Parts, hints: QuantHints) -> tuple[StoredMatrix, int] | None:
     """None for what is no matrix."""
     if not _is_matrix(part, parts):
         return None
@@ -48,7 +48,7 @@ def _surveyed(part: Part, parts: Parts, hints: QuantHints) -> tuple[Stored, int]
     return stored, (part.shape[0] if _is_fused(part, parts) else 1) * n * k
 
 
-def _is_matrix(part: Part, parts: Parts) -> bool:
+def _is_matrix(part: TensorPart, parts: Parts) -> bool:
     """Tables of integers, biases and the kernels of convolutions are none."""
     if part.name.endswith("bias"):
         return False
@@ -61,11 +61,11 @@ def _is_matrix(part: Part, parts: Parts) -> bool:
     )
 
 
-def _is_fused(part: Part, parts: Parts) -> bool:
+def _is_fused(part: TensorPart, parts: Parts) -> bool:
     return len(part.shape) > (3 if "blocks" in parts else 2)
 
 
-def _single(parts: Parts, part: Part) -> Parts:
+def _single(parts: Parts, part: TensorPart) -> Parts:
     return one_expert(parts) if _is_fused(part, parts) else parts
 
 

@@ -12,15 +12,15 @@ import typer
 
 from tandem.bench.architectures import NAMES
 from tandem.bench.told.flags import check_flags
-from tandem.cli.other_names import Group
-from tandem.planner.choices.speculation import check_algorithm, default_guesses
+from tandem.cli.other_names import CommandGroup
+from tandem.planner.choices.speculation import check_algorithm, default_draft_tokens
 
 KERNEL_FORMATS = (
     "bf16, f32, int8, int4, int4-g64, int4-g128, int4-zeros (GPTQ, AWQ), fp8 (128x128 blocks), fp8-row, mxfp4, mxfp8, "
     "nvfp4; GGUF's q4_0, q4_1, q8_0, q2_k to q6_k, iq1_s to iq4_xs"
 )
 bench = typer.Typer(
-    cls=Group,
+    cls=CommandGroup,
     help="Measure this machine: kernels, decoding, prompts, a server under load, and where experts live.\n\n"
     "Example: kt bench decode",
     no_args_is_help=True,
@@ -70,7 +70,7 @@ Deterministic = Annotated[
 Speculative = Annotated[
     str | None, typer.Option(help="with guesses of next tokens, and without, in turn: NGRAM, NEXTN")
 ]
-MostGuesses = Annotated[
+MostDraftTokens = Annotated[
     int | None,
     typer.Option(
         "--speculative-num-steps", min=1, max=63, help="most guesses of a sequence in a step (7, NEXTN: 3, DSPARK: 5)"
@@ -148,7 +148,7 @@ def kernels(
     if explain:
         measured.explain(**shared)
         return
-    measures = measured.Asked(
+    measures = measured.TypedFlags(
         **shared, with_torch=with_torch, int8_activations=int8_activations, seconds=seconds,
         working_set_mib=working_set_mib,
     )  # fmt: skip
@@ -178,7 +178,7 @@ def decode(
     ] = "on",
     deterministic: Deterministic = False,
     speculative: Speculative = None,
-    num_steps: MostGuesses = None,
+    num_steps: MostDraftTokens = None,
     acceptance: Acceptances = None,
     governor: Governed = True,
     overlap: Overlap = None,
@@ -202,7 +202,7 @@ def decode(
         shares, formats = tuple(gpu_share or [0.0, 0.5, 1.0]), tuple(fmt or ["BF16"])
         arguments = (config, formats, shares, tuple(batch or [1, 8]), layers, context, steps, repeats)
         more = (threads, tier, dense_format, bench_hybrid.foresight_modes(foresight))
-        bench_hybrid.run(bench_hybrid.Request(*arguments, *more), out)
+        bench_hybrid.run(bench_hybrid.HybridFlags(*arguments, *more), out)
         return
     if speculative is not None and overlap is not None:
         from tandem.bench.told import rows as told_rows
@@ -213,13 +213,15 @@ def decode(
         from tandem.bench import speculation as bench_speculation
 
         base = (model, tuple(fmt or ["BF16"]), tuple(batch or [1]), steps, repeats, threads, tier)
-        guesses = (name := check_algorithm(speculative), num_steps or default_guesses(name), governor)
-        bench_speculation.run(bench_speculation.Request(*base, *guesses, tuple(acceptance or ()), config, layers), out)
+        drafts = (name := check_algorithm(speculative), num_steps or default_draft_tokens(name), governor)
+        bench_speculation.run(
+            bench_speculation.SpeculationFlags(*base, *drafts, tuple(acceptance or ()), config, layers), out
+        )
         return
-    from tandem.bench.decode import Request, run
+    from tandem.bench.decode import DecodeFlags, run
 
     what = (model, tuple(fmt or ["BF16"]), tuple(batch or [1, 8]), steps, repeats, transformers, llama_cpp)
-    run(Request(*what, threads, tier, deterministic=deterministic), out)
+    run(DecodeFlags(*what, threads, tier, deterministic=deterministic), out)
 
 
 @bench.command()
@@ -246,7 +248,7 @@ def prefill(
     cached: Annotated[int, typer.Option(min=0, help="tokens before the prompt, which are cached")] = 0,
     way: Annotated[
         list[str] | None,
-        typer.Option(help="who has the experts in CPU memory: auto (default), cpu or bus alone; several in turn"),
+        typer.Option(help="experts in CPU memory: auto (default), cpu or bus alone, live (they move); several in turn"),
     ] = None,
     explain: ExplainSteps = False,
     out: Annotated[Path | None, typer.Option(help="write the rows as JSON")] = None,
@@ -258,11 +260,11 @@ def prefill(
     if explain:
         explain_steps().prefill(config, fmt, gpu_share, tokens, layers)
         return
-    from tandem.bench.prefill import Request, run
+    from tandem.bench.prefill import PrefillFlags, run
 
     lists = (tuple(fmt or ["INT4"]), tuple(gpu_share or [0.0, 0.5, 1.0]), tuple(tokens or [512, 2048, 8192]))
     ways = tuple(dict.fromkeys(way or ["auto"]))
-    run(Request(config, *lists, layers, chunk, threshold, repeats, threads, tier, cached, ways), out)
+    run(PrefillFlags(config, *lists, layers, chunk, threshold, repeats, threads, tier, cached, ways), out)
 
 
 @bench.command()
@@ -314,23 +316,23 @@ def serve(
     if long_prompt is not None:
         from tandem.bench.gaps import readers, rows
 
-        reading = readers.Wanted(
+        reading = readers.GapLoad(
             long_prompt, (concurrency or [1])[0], input_len, output_len or 1024, gaps, seconds=seconds, seed=seed
         )
         key = api_key or env.api_key()
-        return rows.run(rows.Request(model, url, config, layers, reading, key, flags), out, plot)
-    from tandem.bench.load_client import Load
+        return rows.run(rows.GapFlags(model, url, config, layers, reading, key, flags), out, plot)
+    from tandem.bench.load_client import LoadShape
     from tandem.bench.prompt_file import read_prompts
-    from tandem.bench.serve import Request, run
+    from tandem.bench.serve import LoadFlags, run
 
     texts = () if prompts is None else read_prompts(prompts, output_len)
-    load = Load(
+    load = LoadShape(
         requests, input_len, output_len or 64, spread=spread, shared_prefix=shared_prefix, seed=seed, texts=texts
     )
     loads = [dataclasses.replace(load, rate=each) for each in rate or ()]
     in_flight = concurrency or ([] if rate else [1, 8])
     loads += [dataclasses.replace(load, concurrency=each) for each in in_flight]
-    run(Request(model, url, tuple(loads), api_key or env.api_key(), flags), out)
+    run(LoadFlags(model, url, tuple(loads), api_key or env.api_key(), flags), out)
 
 
 @bench.command()
@@ -339,7 +341,7 @@ def experts(
     routing: Annotated[
         str,
         typer.Option(
-            help="zipf (drifts), uniform, adversarial (shuffled every 100 tokens), or a recorded file"
+            help="zipf (drifts), mild (less skew), steady (and less drift), uniform, adversarial (shuffled), or a file"
         ),
     ] = "zipf",
     shares: Annotated[
@@ -376,7 +378,7 @@ def experts(
     from tandem.bench.placement import request as placement_request
     from tandem.bench.placement import simulated as bench_placement
 
-    request = placement_request.Request(
+    request = placement_request.PlacementFlags(
         config, routing, placement_request.numbers(shares), tuple(strategies.split(",")), fmt.upper(), layers, tokens,
         seed, context, threads, tier, dram_gbps, pcie_gbps, hbm_gbps, gpu_step_ms,
     )  # fmt: skip

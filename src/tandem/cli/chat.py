@@ -51,7 +51,7 @@ def chat(
     from tandem.flags import env
 
     client = ChatClient(_url(host, port), api_key or env.api_key(), temperature, max_tokens, system, model)
-    Conversation(client, Console(highlight=False, soft_wrap=True)).run()
+    ChatSession(client, Console(highlight=False, soft_wrap=True)).run()
 
 
 def _url(host: str, port: int) -> str:
@@ -72,7 +72,7 @@ def _is_command(text: str) -> bool:
     return text.startswith("/") and ("\n" not in text or text.split(maxsplit=1)[0] in _COMMANDS)
 
 
-class Conversation:
+class ChatSession:
     """Reads messages, runs commands, prints answers as they come."""
 
     def __init__(self, client: ChatClient, console: Console) -> None:

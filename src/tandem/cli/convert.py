@@ -127,8 +127,8 @@ def _windows(model: Path, text: Path | None, tokens: int) -> Windows | None:
     if text is None:
         return None
     from tandem.checkpoint import load_model_config
-    from tandem.engine.text.tokenizer import Tokenizer
     from tandem.quality.text import cut, read_text
+    from tandem.text.tokenizer import Tokenizer
 
     window = min(WINDOW, load_model_config(model).max_positions)
     return cut(Tokenizer.load(model), read_text(text), window, tokens)

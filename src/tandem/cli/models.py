@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tandem.architectures.model_types import Runs, Table
+    from tandem.architectures.model_types import ModelTypeTable, Runs
     from tandem.errors import ConfigError
 
 HOW = {
@@ -54,7 +54,7 @@ def models(
     raise typer.Exit(1 if row.how == "refused" else 0)
 
 
-def _of_name(table: Table, name: str) -> Runs | list[Runs]:
+def _of_name(table: ModelTypeTable, name: str) -> Runs | list[Runs]:
     """Rows of a path, a model or a type; several where `name` is how more than one begin. Raises TandemError."""
     from tandem.architectures.model_types import rows_called, type_of_name
     from tandem.flags.env import DEMO
@@ -71,7 +71,7 @@ def _of_name(table: Table, name: str) -> Runs | list[Runs]:
     return rows if len(rows) > 1 else rows[0]
 
 
-def _unknown(table: Table, name: str) -> ConfigError:
+def _unknown(table: ModelTypeTable, name: str) -> ConfigError:
     from difflib import get_close_matches
 
     from tandem.architectures.model_types import PUBLISHED
@@ -121,7 +121,7 @@ def _entry(row: Runs) -> dict[str, Any]:
     return row.as_json() | {"means": _means(row), "models": PUBLISHED.get(row.model_type, ())}
 
 
-def _show_all(table: Table, as_json: bool) -> None:
+def _show_all(table: ModelTypeTable, as_json: bool) -> None:
     if as_json:
         content = {"transformers": table.transformers, "types": [_entry(row) for row in table.rows]}
         typer.echo(json.dumps(content, indent=2))

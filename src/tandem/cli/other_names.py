@@ -1,4 +1,5 @@
-"""`Group`: commands with help that fits any terminal. Those that other programs have by other names are answered."""
+"""`CommandGroup`: commands with help that fits any terminal. Those that other programs have by other names are
+answered."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typer.core import TyperGroup
 from tandem.errors import ConfigError
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """Commands, and other programs' names of them."""
 
     instead: ClassVar[Mapping[str, str]] = {}
@@ -33,7 +34,7 @@ def flowing(text: str) -> str:
     return re.sub(r"(?<!\n)\n(?!\n|Example: )", " ", text)
 
 
-class Commands(Group):
+class Commands(CommandGroup):
     """Commands of `kt`. Names: KTransformers', Ollama's."""
 
     instead: ClassVar[Mapping[str, str]] = {
@@ -48,7 +49,7 @@ class Commands(Group):
     }
 
 
-class ModelCommands(Group):
+class ModelCommands(CommandGroup):
     """Commands of `kt model`."""
 
     instead: ClassVar[Mapping[str, str]] = {

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from tandem.bench.sample import Verified
     from tandem.flags.engine_config import EngineConfig
     from tandem.machine.machine import Machine
-    from tandem.planner.forecast.advice import Question
+    from tandem.planner.forecast.advice import PlanQuestion
     from tandem.planner.forecast.machine_spec import MachineWish
-    from tandem.planner.forecast.report import Asked
+    from tandem.planner.forecast.report import ForecastSizes
     from tandem.planner.forecast.speeds import Speeds
     from tandem.spec.model_config import ModelConfig
     from tandem.spec.stored import StoredFormats
@@ -70,10 +70,10 @@ def plan(
     tell_at_once("looking at the model and this machine …")
     from tandem.cli.plan_text import show
     from tandem.engine.start.planning import check_statistics
-    from tandem.planner.forecast.advice import Question
+    from tandem.planner.forecast.advice import PlanQuestion
     from tandem.planner.forecast.compare import compare as compared
     from tandem.planner.forecast.machine_spec import MachineWish, assumed_text, wished_machine, wished_speeds
-    from tandem.planner.forecast.report import Asked, report
+    from tandem.planner.forecast.report import ForecastSizes, report
 
     wish = MachineWish(gpu, ram, bandwidth, cpu, isa, pcie)
     if verify:
@@ -84,8 +84,8 @@ def plan(
     machine = wished_machine(wish, here)
     probe = _probe(here) if verify else None
     speeds = wished_speeds(wish, machine, _speeds_here(wish, here, probe))
-    question = Question(engine_config, model, machine, stored, speeds)
-    lengths = Asked(tokens, prompt)
+    question = PlanQuestion(engine_config, model, machine, stored, speeds)
+    lengths = ForecastSizes(tokens, prompt)
     planned, measured = report(engine_config.model, question, refused, lengths), None
     if planned.plan is not None:
         check_statistics(planned.plan, model)
@@ -102,7 +102,7 @@ def plan(
     raise typer.Exit(0 if planned.fits else 2)
 
 
-def _verified(question: Question, probe: MachineProbe, lengths: Asked) -> Verified:
+def _verified(question: PlanQuestion, probe: MachineProbe, lengths: ForecastSizes) -> Verified:
     from tandem.bench.sample import verified
 
     return verified(question, probe, lengths)

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from tandem.cli.serve import VALUE_WIDTH
 from tandem.planner.choices.decision import Decision
-from tandem.planner.forecast.advice import Way
-from tandem.planner.forecast.compare import Row
+from tandem.planner.forecast.advice import PlanChange
+from tandem.planner.forecast.compare import ComparedPlan
 from tandem.planner.forecast.ledger import Ledger
 from tandem.planner.forecast.prediction import Prediction, Range
 from tandem.planner.forecast.report import Report
@@ -159,7 +159,7 @@ def _spoken(speeds: Speeds, name: str, text: str) -> str:
     return f"{text} ({speeds.sources.get(name, 'assumed')})"
 
 
-def _ways(console: Console, title: str, ways: list[Way]) -> None:
+def _ways(console: Console, title: str, ways: list[PlanChange]) -> None:
     if not ways:
         return
     _say(console, f"\n{title}", "bold")
@@ -167,7 +167,7 @@ def _ways(console: Console, title: str, ways: list[Way]) -> None:
         _say(console, f"  {way.change}: {way.brings}{' (lossy)' if way.lossy else ''}")
 
 
-def compare_table(rows: list[Row]) -> Table:
+def compare_table(rows: list[ComparedPlan]) -> Table:
     table = _table("Compared, in tokens per second", "experts", " on the GPU", " VRAM", " RAM", " decoding", " prompt")
     for row in rows:
         name = f"{row.method}{' (lossy)' if row.lossy else ''}"

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 
 from tandem.cli.app import fail
 from tandem.cli.serve import possible_config
-from tandem.engine.children import signal_at_end_of
 from tandem.engine.start.model_files import prepare
 from tandem.engine.start.planning import Planned
 from tandem.errors import TandemError, exit_status
 from tandem.planner.memory import gib
+from tandem.process.children import signal_at_end_of
 
 
 def main(argv: Sequence[str]) -> None:

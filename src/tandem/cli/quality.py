@@ -68,10 +68,10 @@ def quality(
 
     Example: kt quality demo --format INT4 --out quality.json
     """
-    from tandem.cli.quality_run import Request, run
+    from tandem.cli.quality_run import QualityFlags, run
 
     run(
-        Request(
+        QualityFlags(
             model=model,
             methods=tuple(method or ()),
             reference=reference,

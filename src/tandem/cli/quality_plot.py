@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tandem.errors import ConfigError
-from tandem.quality.compare import Measured
+from tandem.quality.compare import CandidateResult
 
 
 def check_matplotlib() -> None:
@@ -16,7 +16,7 @@ def check_matplotlib() -> None:
         raise ConfigError('--plot needs matplotlib: pip install "tandem-moe[bench]"') from None
 
 
-def draw(path: Path, measured: tuple[Measured, ...]) -> None:
+def draw(path: Path, measured: tuple[CandidateResult, ...]) -> None:
     """Relative errors of hidden states over layers, logarithmic: "total" solid, "own" dashed."""
     import matplotlib
 

@@ -22,20 +22,20 @@ from tandem.checkpoint import demo_dir, resolve_model
 from tandem.engine.start.demo_model import prepare_demo
 from tandem.engine.start.loader import use_one_torch_thread
 from tandem.engine.start.shown_steps import shown_steps
-from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import ConfigError
 from tandem.machine.machine import Machine
 from tandem.quality import text as texts
-from tandem.quality.compare import Candidate, Comparison, Measured
+from tandem.quality.compare import Candidate, CandidateResult, Comparison
 from tandem.quality.saved_logits import Origin, SavedLogits, writing
 from tandem.quality.stream import LayerStream, Variant
 from tandem.quality.text import Windows
+from tandem.text.tokenizer import Tokenizer
 
 DEFAULT_METHODS = ("INT8", "INT4")
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class QualityFlags:
     """The flags of a run."""
 
     model: str
@@ -111,14 +111,14 @@ def _label(variant: Variant) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class QualityReport:
     """The JSON of `--out`. KL in nats; errors by layer as fractions."""
 
     model: str
     reference: str
     reference_perplexity: float | None
     kl_is_exact: bool  # False: lower bounds, the saved reference had only its largest logits
-    measured: tuple[Measured, ...]
+    measured: tuple[CandidateResult, ...]
     text: str
     text_digest: str
     predictions: int
@@ -130,7 +130,7 @@ class Report:
     date: str
 
 
-def run(request: Request, out: Path | None, plot: Path | None) -> Report:
+def run(request: QualityFlags, out: Path | None, plot: Path | None) -> QualityReport:
     if plot is not None:
         from tandem.cli.quality_plot import check_matplotlib
 
@@ -150,7 +150,7 @@ def run(request: Request, out: Path | None, plot: Path | None) -> Report:
     return report
 
 
-def measure(request: Request) -> Report:
+def measure(request: QualityFlags) -> QualityReport:
     """Runs the comparison; stderr says how far it is. Raises ConfigError, CheckpointError."""
     use_one_torch_thread()
     directory = _directory(request.model)
@@ -167,11 +167,11 @@ def _directory(name: str) -> Path:
     return prepare_demo(directory) if directory == demo_dir() else directory
 
 
-def _text(request: Request) -> str:
+def _text(request: QualityFlags) -> str:
     return texts.default_text() if request.text is None else texts.read_text(request.text)
 
 
-def _comparison(request: Request, directory: Path, windows: Windows, report: Any) -> Comparison:
+def _comparison(request: QualityFlags, directory: Path, windows: Windows, report: Any) -> Comparison:
     reference: LayerStream | SavedLogits
     pool = None
     if request.reference_logits is not None:
@@ -192,7 +192,7 @@ def _comparison(request: Request, directory: Path, windows: Windows, report: Any
     return Comparison(windows, reference, candidates, layer_kl=request.layer_kl, progress=report)
 
 
-def _writer(request: Request, comparison: Comparison) -> Any:
+def _writer(request: QualityFlags, comparison: Comparison) -> Any:
     if request.save_logits is None or comparison.reference is None:
         return nullcontext()
     vocab, windows = comparison.reference.config.vocab, comparison.windows
@@ -201,19 +201,19 @@ def _writer(request: Request, comparison: Comparison) -> Any:
     return writing(request.save_logits, origin)
 
 
-def _reference_label(request: Request) -> str:
+def _reference_label(request: QualityFlags) -> str:
     return request.reference or request.model
 
 
 def _report(
-    request: Request,
+    request: QualityFlags,
     windows: Windows,
     perplexity: float | None,
-    measured: list[Measured],
+    measured: list[CandidateResult],
     comparison: Comparison,
-) -> Report:
+) -> QualityReport:
     saved, machine = comparison.saved, Machine.detect()
-    return Report(
+    return QualityReport(
         model=request.model,
         reference=saved.origin.label if saved else _reference_label(request),
         reference_perplexity=perplexity,
@@ -231,14 +231,14 @@ def _report(
     )
 
 
-def _write(out: Path, report: Report) -> None:
+def _write(out: Path, report: QualityReport) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.partial")
     partial.write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n", encoding="utf-8")
     partial.replace(out)
 
 
-def tables(report: Report) -> list[Table]:
+def tables(report: QualityReport) -> list[Table]:
     """The summary, then errors by layer where there is a reference model."""
     parts = [_summary(report)]
     if any(each.layers for each in report.measured):
@@ -246,7 +246,7 @@ def tables(report: Report) -> list[Table]:
     return parts
 
 
-def _summary(report: Report) -> Table:
+def _summary(report: QualityReport) -> Table:
     bound = "" if report.kl_is_exact else "; KL of the saved tokens, a lower bound"
     title = (
         f"{report.predictions} predictions of {report.model}; KL in nats against {report.reference}{bound}"
@@ -270,7 +270,7 @@ def _summary(report: Report) -> Table:
     return table
 
 
-def _layer_table(measured: tuple[Measured, ...]) -> Table:
+def _layer_table(measured: tuple[CandidateResult, ...]) -> Table:
     title = "Relative error of hidden states by layer"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("layer", justify="right")
@@ -284,7 +284,7 @@ def _layer_table(measured: tuple[Measured, ...]) -> Table:
     return table
 
 
-def _layer_cells(measured: Measured, index: int) -> list[str]:
+def _layer_cells(measured: CandidateResult, index: int) -> list[str]:
     error = measured.layers[index]
     cells = [f"{error.own:.3%}", f"{error.total:.3%}"]
     return cells if error.kl is None else [*cells, f"{error.kl:.6f}"]

@@ -103,7 +103,7 @@ def _is_here(name: str) -> bool:
 def prepare_in_a_child(argv: list[str]) -> None:
     """Builds or fetches what is not here, in a process of its own, for the same reason. Its errors are on stderr.
     Raises typer.Exit with its status where it fails, TandemError where a signal ended it."""
-    from tandem.engine.children import exit_reason
+    from tandem.process.children import exit_reason
 
     command = [sys.executable, "-P", "-m", "tandem.cli.prepare", "--parent", str(os.getpid())]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)

@@ -10,7 +10,7 @@ import json
 import signal
 import sys
 
-from tandem.engine.children import signal_at_end_of
+from tandem.process.children import signal_at_end_of
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tandem import _core
-from tandem.experts.cpu_experts import Experts
+from tandem.experts.cpu_experts import RoutedExperts
 from tandem.experts.feed import LayerFeed
 from tandem.kernels.ops import ExpertBiases, Routing, SureRead
 from tandem.kernels.packed.cache import KeptLayer
@@ -35,7 +35,7 @@ _SAMPLED = 256
 class RecordingExperts:
     """Experts that keep what they are asked."""
 
-    def __init__(self, experts: Experts) -> None:
+    def __init__(self, experts: RoutedExperts) -> None:
         self._experts = experts
         self.asked: list[tuple[Tensor, Routing]] = []
 

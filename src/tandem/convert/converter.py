@@ -25,11 +25,11 @@ from tandem.checkpoint.checkpoint import open_checkpoint
 from tandem.convert import record
 from tandem.convert.calibration import Calibration, LayerInputs, expert_of, siblings
 from tandem.convert.compensate import compensated
-from tandem.convert.layout import Item, Layout, Shard, plan_layout
+from tandem.convert.layout import Layout, OutputShard, OutputTensor, plan_layout
 from tandem.convert.methods import Method, integer_parts, method_named
 from tandem.convert.output_config import CONFIG, copy_small_files, write_config, write_index
 from tandem.convert.shard_file import ShardFile
-from tandem.convert.source import Module, Source
+from tandem.convert.source import Module, SourceWeights
 from tandem.errors import CheckpointError, ConfigError
 from tandem.formats.codes import Weight
 from tandem.quality.text import Windows
@@ -73,7 +73,7 @@ def convert(wish: Conversion, progress: Progress | None = None) -> Layout:
     """
     if wish.model.is_file():
         raise ConfigError(f"{wish.model} is served as it is; a directory of safetensors can be converted")
-    source = Source(open_checkpoint(wish.model), _expert_names(wish.model))
+    source = SourceWeights(open_checkpoint(wish.model), _expert_names(wish.model))
     method = method_named(wish.method, wish.group)
     if wish.calibrate is not None and method.grid is None:
         raise ConfigError(
@@ -84,7 +84,7 @@ def convert(wish: Conversion, progress: Progress | None = None) -> Layout:
     with _named_disk_errors(wish.out), record.only_one(wish.out), _one_torch_thread():
         record.begin_or_resume(wish.out, _settings(wish, source))
         record.remove_unfinished(wish.out)
-        _Run(source, method, wish, progress).write(layout)
+        _ConversionRun(source, method, wish, progress).write(layout)
         copy_small_files(wish.model, wish.out)
         write_index(layout, wish.out)
         write_config(source, method, layout, wish.out)  # last: without config.json a directory is no model
@@ -98,10 +98,10 @@ def _expert_names(model: Path) -> ExpertNames | None:
     return FAMILIES[kind].names[0].experts if kind in FAMILIES else None
 
 
-class _Run:
+class _ConversionRun:
     """One conversion under way."""
 
-    def __init__(self, source: Source, method: Method, wish: Conversion, progress: Progress | None) -> None:
+    def __init__(self, source: SourceWeights, method: Method, wish: Conversion, progress: Progress | None) -> None:
         self.source, self.method, self.out = source, method, wish.out
         self.workers = wish.workers or len(os.sched_getaffinity(0))
         self.report = progress or (lambda _what, _done, _total: None)
@@ -117,8 +117,8 @@ class _Run:
             for shard in missing:
                 self._write_shard(shard, pool)
 
-    def _write_shard(self, shard: Shard, pool: ThreadPoolExecutor) -> None:
-        ahead: deque[tuple[Item, list[Future[None]]]] = deque()
+    def _write_shard(self, shard: OutputShard, pool: ThreadPoolExecutor) -> None:
+        ahead: deque[tuple[OutputTensor, list[Future[None]]]] = deque()
         with ShardFile(self.out / shard.name, shard.layout) as file:
             try:
                 for item in shard.items:
@@ -131,7 +131,7 @@ class _Run:
                 _stop([future for _, futures in ahead for future in futures])
                 raise
 
-    def _submit(self, item: Item, file: ShardFile, pool: ThreadPoolExecutor) -> list[Future[None]]:
+    def _submit(self, item: OutputTensor, file: ShardFile, pool: ThreadPoolExecutor) -> list[Future[None]]:
         if item.module is None:
             return [pool.submit(self._copy, item.copied, file, *item.parts)]
         module = item.module
@@ -141,7 +141,7 @@ class _Run:
             return [pool.submit(self._compensate, module, weight, inputs, file)]
         return [pool.submit(self._round, module, weight, rows, file) for rows in row_ranges(*module.shape)]
 
-    def _finish(self, item: Item, futures: list[Future[None]]) -> None:
+    def _finish(self, item: OutputTensor, futures: list[Future[None]]) -> None:
         try:
             for future in futures:
                 future.result()
@@ -183,7 +183,7 @@ class _Run:
                 data = stream.read(min(COPIED_AT_A_TIME, end - offset))
                 file.put_bytes(output_name, offset - begin, memoryview(data))
 
-    def _source_bytes(self, item: Item) -> int:
+    def _source_bytes(self, item: OutputTensor) -> int:
         return self.source.stored_bytes(item.module or item.copied)
 
 
@@ -193,7 +193,7 @@ def row_ranges(rows: int, columns: int) -> Iterator[slice]:
     return (slice(start, min(rows, start + step)) for start in range(0, rows, step))
 
 
-def _settings(wish: Conversion, source: Source) -> dict[str, Any]:
+def _settings(wish: Conversion, source: SourceWeights) -> dict[str, Any]:
     """Everything that decides a byte of the output."""
     return {
         "version": VERSION,

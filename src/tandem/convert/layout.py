@@ -11,17 +11,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from tandem.convert.methods import Method, Part
+from tandem.convert.methods import Method, StoredPart
 from tandem.convert.shard_file import ShardLayout, part_bytes
-from tandem.convert.source import Module, Source, layer_of
+from tandem.convert.source import Module, SourceWeights, layer_of
 from tandem.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class OutputTensor:
     """One piece of the output: a converted matrix, or a tensor copied from `copied` (its name in the source)."""
 
-    parts: dict[str, Part]
+    parts: dict[str, StoredPart]
     layer: int
     module: Module | None = None
     copied: str = ""
@@ -32,11 +32,11 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Shard:
+class OutputShard:
     """One output file."""
 
     name: str
-    items: tuple[Item, ...]
+    items: tuple[OutputTensor, ...]
 
     @cached_property
     def layout(self) -> ShardLayout:
@@ -47,7 +47,7 @@ class Shard:
 class Layout:
     """All output files, layer after layer, and the modules that are converted."""
 
-    shards: tuple[Shard, ...]
+    shards: tuple[OutputShard, ...]
     converted: tuple[Module, ...]
 
     @property
@@ -59,7 +59,7 @@ class Layout:
         return {name: shard.name for shard in self.shards for name in shard.layout.places}
 
 
-def chosen_modules(source: Source, dense: bool) -> tuple[Module, ...]:
+def chosen_modules(source: SourceWeights, dense: bool) -> tuple[Module, ...]:
     """Routed experts, and with `dense` every other matrix that multiplies activations."""
     chosen = [m for m in source.modules.values() if m.routed or (dense and m.linear)]
     if not any(module.routed for module in chosen):
@@ -69,7 +69,7 @@ def chosen_modules(source: Source, dense: bool) -> tuple[Module, ...]:
     return tuple(chosen)
 
 
-def plan_layout(source: Source, method: Method, dense: bool, merge: bool, shard_bytes: int) -> Layout:
+def plan_layout(source: SourceWeights, method: Method, dense: bool, merge: bool, shard_bytes: int) -> Layout:
     """merge: files of up to `shard_bytes`; else one file for each decoder layer. Raises ConfigError when the method
     does not fit a matrix."""
     converted = chosen_modules(source, dense)
@@ -80,20 +80,20 @@ def plan_layout(source: Source, method: Method, dense: bool, merge: bool, shard_
     names = (
         f"model-{i + 1:05}-of-{len(runs):05}" if merge else _layer_name(run) for i, run in enumerate(runs)
     )
-    shards = [Shard(f"{name}.safetensors", tuple(run)) for name, run in zip(names, runs, strict=True)]
+    shards = [OutputShard(f"{name}.safetensors", tuple(run)) for name, run in zip(names, runs, strict=True)]
     return Layout(tuple(shards), converted)
 
 
-def _items(source: Source, method: Method, converted: Iterable[Module]) -> Iterator[Item]:
+def _items(source: SourceWeights, method: Method, converted: Iterable[Module]) -> Iterator[OutputTensor]:
     replaced: set[str] = set()
     for module in converted:
         method.check(module.name, module.shape[1])
         parts = {f"{module.name}.{suffix}": part for suffix, part in method.parts(*module.shape).items()}
         replaced.update(module.tensors)
-        yield Item(parts, layer_of(module.name), module=module)
+        yield OutputTensor(parts, layer_of(module.name), module=module)
     for name, part in source.tensors():
         if name not in replaced:
-            yield Item({_output_name(name): part}, layer_of(name), copied=name)
+            yield OutputTensor({_output_name(name): part}, layer_of(name), copied=name)
 
 
 def _output_name(name: str) -> str:
@@ -101,8 +101,8 @@ def _output_name(name: str) -> str:
     return re.sub(r"\.weight_scale_inv$", ".weight_scale", name)
 
 
-def _by_size(items: Iterable[Item], most: int) -> Iterator[list[Item]]:
-    run: list[Item] = []
+def _by_size(items: Iterable[OutputTensor], most: int) -> Iterator[list[OutputTensor]]:
+    run: list[OutputTensor] = []
     size = 0
     for item in items:
         if run and size + item.written_bytes > most:
@@ -113,8 +113,8 @@ def _by_size(items: Iterable[Item], most: int) -> Iterator[list[Item]]:
     yield run
 
 
-def _by_layer(items: Iterable[Item]) -> Iterator[list[Item]]:
-    run: list[Item] = []
+def _by_layer(items: Iterable[OutputTensor]) -> Iterator[list[OutputTensor]]:
+    run: list[OutputTensor] = []
     for item in items:
         if run and item.layer != run[0].layer:
             yield run
@@ -123,7 +123,7 @@ def _by_layer(items: Iterable[Item]) -> Iterator[list[Item]]:
     yield run
 
 
-def _layer_name(run: list[Item]) -> str:
+def _layer_name(run: list[OutputTensor]) -> str:
     return f"layer-{run[0].layer:05}" if run[0].layer >= 0 else "outer"
 
 

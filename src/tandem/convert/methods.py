@@ -21,7 +21,7 @@ from tandem.kernels.fit import fit_groups
 GROUPS = (32, 64, 128)
 
 
-class Part(NamedTuple):
+class StoredPart(NamedTuple):
     """A stored tensor: safetensors' name of its type, and its shape."""
 
     dtype: str
@@ -36,7 +36,7 @@ class Method:
     format: str
     group: int  # 0: one scale per row
     scheme: Mapping[str, Any]
-    parts: Callable[[int, int], dict[str, Part]]  # of a matrix [N, K], by the suffix of the module's name
+    parts: Callable[[int, int], dict[str, StoredPart]]  # of a matrix [N, K], by the suffix of the module's name
     rounded: Callable[[Tensor], dict[str, Tensor]]  # rows float32 [n, K] → the same parts of these rows
     grid: rounding.IntegerGrid | None = None  # of integer codes
     activations: Mapping[str, Any] | None = None
@@ -69,11 +69,11 @@ def method_named(name: str, group: int) -> Method:
 
 def _integers(name: str, bits: int, grid: rounding.IntegerGrid) -> Callable[[int], Method]:
     def make(group: int) -> Method:
-        def parts(n: int, k: int) -> dict[str, Part]:
+        def parts(n: int, k: int) -> dict[str, StoredPart]:
             return {
-                "weight_packed": Part("I32", (n, -(-k * bits // 32))),
-                "weight_scale": Part("BF16", (n, k // group)),
-                "weight_shape": Part("I64", (2,)),
+                "weight_packed": StoredPart("I32", (n, -(-k * bits // 32))),
+                "weight_scale": StoredPart("BF16", (n, k // group)),
+                "weight_shape": StoredPart("I64", (2,)),
             }
 
         def rounded(rows: Tensor) -> dict[str, Tensor]:
@@ -98,8 +98,8 @@ def packed(codes: Tensor, bits: int) -> Tensor:
 
 
 def _mxfp4(_group: int) -> Method:
-    def parts(n: int, k: int) -> dict[str, Part]:
-        return {"weight_packed": Part("U8", (n, k // 2)), "weight_scale": Part("U8", (n, k // 32))}
+    def parts(n: int, k: int) -> dict[str, StoredPart]:
+        return {"weight_packed": StoredPart("U8", (n, k // 2)), "weight_scale": StoredPart("U8", (n, k // 32))}
 
     def rounded(rows: Tensor) -> dict[str, Tensor]:
         codes, scales = rounding.fit_mxfp4(rows)
@@ -110,8 +110,8 @@ def _mxfp4(_group: int) -> Method:
 
 
 def _fp8(_group: int) -> Method:
-    def parts(n: int, k: int) -> dict[str, Part]:
-        return {"weight": Part("F8_E4M3", (n, k)), "weight_scale": Part("F32", (n, 1))}
+    def parts(n: int, k: int) -> dict[str, StoredPart]:
+        return {"weight": StoredPart("F8_E4M3", (n, k)), "weight_scale": StoredPart("F32", (n, 1))}
 
     def rounded(rows: Tensor) -> dict[str, Tensor]:
         codes, scales = rounding.fit_fp8(rows)

@@ -13,7 +13,7 @@ from tandem.checkpoint.mapped.shards import INDEX
 from tandem.convert.layout import Layout
 from tandem.convert.methods import Method
 from tandem.convert.record import RECORD
-from tandem.convert.source import Module, Source
+from tandem.convert.source import Module, SourceWeights
 from tandem.spec.json_keys import read_json
 from tandem.spec.small_files import write_whole
 
@@ -51,7 +51,7 @@ def write_index(layout: Layout, out: Path) -> None:
     write_whole(out / INDEX, _json(index))
 
 
-def write_config(source: Source, method: Method, layout: Layout, out: Path) -> None:
+def write_config(source: SourceWeights, method: Method, layout: Layout, out: Path) -> None:
     """The source's config.json with another quantization_config."""
     config = read_json(source.checkpoint.path / CONFIG)
     for key in ("quantization_config", "compression_config"):
@@ -60,7 +60,7 @@ def write_config(source: Source, method: Method, layout: Layout, out: Path) -> N
     write_whole(out / CONFIG, _json(config))
 
 
-def quantization_config(source: Source, method: Method, layout: Layout) -> dict[str, Any]:
+def quantization_config(source: SourceWeights, method: Method, layout: Layout) -> dict[str, Any]:
     """As compressed-tensors' own package writes it: one group for what was converted, one for fp8 that was kept."""
     done = {module.name for module in layout.converted}
     unconverted = [

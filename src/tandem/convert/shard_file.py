@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.convert.methods import Part
+from tandem.convert.methods import StoredPart
 from tandem.errors import CheckpointError
 from tandem.spec.small_files import sync_directory
 
@@ -27,15 +27,15 @@ _BITS = {
 }  # fmt: skip
 
 
-class Place(NamedTuple):
+class ByteRange(NamedTuple):
     """Where a tensor's bytes go in a file."""
 
-    part: Part
+    part: StoredPart
     begin: int
     end: int
 
 
-def part_bytes(name: str, part: Part) -> int:
+def part_bytes(name: str, part: StoredPart) -> int:
     """CheckpointError for a type whose size we do not know."""
     if part.dtype not in _BITS:
         raise CheckpointError(f"tensor {name} is stored as {part.dtype}, which cannot be copied")
@@ -45,7 +45,7 @@ def part_bytes(name: str, part: Part) -> int:
 class ShardLayout:
     """The bytes of a file's header, and where each tensor goes. Depends on `parts` alone, not on their order."""
 
-    def __init__(self, parts: Mapping[str, Part]) -> None:
+    def __init__(self, parts: Mapping[str, StoredPart]) -> None:
         sizes = {name: part_bytes(name, part) for name, part in parts.items()}
         order = sorted(parts, key=lambda name: (-_BITS[parts[name].dtype], name))
         ends, end = {}, 0
@@ -65,7 +65,7 @@ class ShardLayout:
         self.header = len(text).to_bytes(8, "little") + text
         first = len(self.header)
         self.places = {
-            name: Place(parts[name], first + ends[name] - sizes[name], first + ends[name]) for name in order
+            name: ByteRange(parts[name], first + ends[name] - sizes[name], first + ends[name]) for name in order
         }
         self.file_bytes = first + end
 

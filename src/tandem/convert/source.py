@@ -1,4 +1,4 @@
-"""`Source`: a checkpoint as a list of what can be converted and what is only copied."""
+"""`SourceWeights`: a checkpoint as a list of what can be converted and what is only copied."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from tandem.architectures.names import ExpertNames
-from tandem.checkpoint.checkpoint import Checkpoint
+from tandem.checkpoint.checkpoint import SafetensorsCheckpoint
 from tandem.checkpoint.parts import Parts, codes_part, is_table
-from tandem.convert.methods import Part
+from tandem.convert.methods import StoredPart
 from tandem.errors import CheckpointError, ConfigError
 from tandem.formats.codes import Weight, WeightCodes
 from tandem.formats.cut import rows_of
@@ -74,10 +74,10 @@ def layer_of(name: str) -> int:
     return int(match.group(1)) if match else -1
 
 
-class Source:
+class SourceWeights:
     """Reads headers only; `weight` maps weights, `rows` reads them."""
 
-    def __init__(self, checkpoint: Checkpoint, experts: ExpertNames | None = None) -> None:
+    def __init__(self, checkpoint: SafetensorsCheckpoint, experts: ExpertNames | None = None) -> None:
         """experts: how the family stores them in one tensor; None: in the usual way."""
         self.checkpoint, self._experts = checkpoint, experts or ExpertNames()
         self._names = {(p.file, p.name): name for name in checkpoint.names() for p in [checkpoint.part(name)]}
@@ -86,11 +86,11 @@ class Source:
         )
         self.modules = {module.name: module for module in modules}
 
-    def tensors(self) -> Iterator[tuple[str, Part]]:
+    def tensors(self) -> Iterator[tuple[str, StoredPart]]:
         """Every tensor's Hugging Face name, type and shape."""
         for name in self._names.values():
             part = self.checkpoint.part(name)
-            yield name, Part(part.dtype, part.shape)
+            yield name, StoredPart(part.dtype, part.shape)
 
     def stored_bytes(self, source: Module | str) -> int:
         """Bytes of the source that a module or tensor takes."""

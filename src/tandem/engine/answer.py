@@ -16,8 +16,8 @@ from tandem.engine.protocol import FirstToken, TokenLogprob, TokenOutput
 from tandem.engine.sampling.sampler import Sampled
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Sequence, Status
-from tandem.engine.text.detokenizer import Decoder, TextStream
 from tandem.errors import RequestError
+from tandem.text.detokenizer import Decoder, TextStream
 
 
 class Answer:

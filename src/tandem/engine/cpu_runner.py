@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Rows
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Protocol
 
@@ -15,7 +13,7 @@ from tandem.engine.sampling.logits import HostLogits
 from tandem.engine.sequence import Chunk
 from tandem.engine.step.batch import BatchArrays, regions
 from tandem.engine.step.prefill import PausingModel, PrefillTask, host_task
-from tandem.engine.step.step import Step, StepOutput
+from tandem.engine.step.step import Running, Step, StepOutput
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.models.batch import ForwardBatch
 
@@ -39,20 +37,23 @@ class CpuRunner:
         page_size: int,
         max_step_tokens: int,
         usage: ExpertUsage | None = None,
-        guessing: bool = False,
+        speculative: bool = False,
         windowed: bool = False,
         images_from: int = 0,
     ) -> None:
         """guessing: steps may have rows of guesses. windowed: layers that see a window have pages of their own.
         images_from: as of `BatchArrays`; those of a chunk between steps lie behind a step's."""
         self._model, self._states, self._usage = model, states, usage
-        arrays = partial(BatchArrays, page_size, max_step_tokens, guessing=guessing, windowed=windowed)
+        arrays = partial(BatchArrays, page_size, max_step_tokens, speculative=speculative, windowed=windowed)
         own, paused = regions(images_from, max_step_tokens)
         self._arrays, self._paused = arrays(images_from=own), arrays(images_from=paused)
 
-    def run(self, step: Step, host_work: Callable[[], None] | None = None) -> StepOutput:
-        """Logits rows of all chunks, in order. host_work: of no use here: no device computes while the host does
-        something else."""
+    def start(self, step: Step, overlaps: bool = False) -> Running[StepOutput]:
+        """Computes when the result is wanted: no device does while the host does something else."""
+        return Running(partial(self._output, step))
+
+    def _output(self, step: Step) -> StepOutput:
+        """Logits rows of all chunks, in order."""
         batch = self._arrays.fill(step.chunks)
         with torch.inference_mode():
             if self._usage is not None:
@@ -75,9 +76,6 @@ class CpuRunner:
 
     def step_ended(self) -> bool:
         return True
-
-    def side_stream(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def after_failure(self) -> None:
         """Nothing that a step leaves behind keeps the next one from working."""

@@ -9,17 +9,14 @@ from concurrent.futures import Future
 from functools import partial
 from time import perf_counter
 
-from torch import Tensor
-
 from tandem.engine.answer import Answers
 from tandem.engine.counters import Counters
 from tandem.engine.expert_statistics import ExpertMeter, count_step, perform
 from tandem.engine.gpu_runner import GpuRunner
 from tandem.engine.grammar.waiting import GrammarQueue
 from tandem.engine.limits import answer_limit, check_prompt_ids, validate
-from tandem.engine.pace import PrefillPace
 from tandem.engine.protocol import EngineStats, ExpertsRecorded, ExpertTraffic, GenerateRequest, TokenOutput
-from tandem.engine.runners import layout_of, runner_of, states_of
+from tandem.engine.runners import layout_of, pace_of, runner_of, states_of, store_of
 from tandem.engine.sampling.logits import Logits
 from tandem.engine.sampling.logprobs import score_prompt
 from tandem.engine.sampling.sampler import Sampled, fresh_seed
@@ -29,13 +26,17 @@ from tandem.engine.speculation.made import speculation_of
 from tandem.engine.speculation.speculation import Speculation
 from tandem.engine.start.parts import EngineParts
 from tandem.engine.state.kv_cache import KVCache
-from tandem.engine.state.slots import SlotPool
-from tandem.engine.state.store import StateStore
-from tandem.engine.state.windows import WindowPages
 from tandem.engine.step.executor import Executor
 from tandem.engine.step.overlap import PrefillOverlap, StepOverlap
-from tandem.engine.step.prefill import PausingModel
-from tandem.engine.step.step import HasNewRequest, Ran, Step, StepOutput, Turn, no_new_request, turns_of
+from tandem.engine.step.step import (
+    HasNewRequest,
+    SequenceOutput,
+    Step,
+    StepOutput,
+    StepResult,
+    no_new_request,
+    turns_of,
+)
 from tandem.engine.vision.encoder import Encoder, encoder_of
 from tandem.engine.vision.spans import check_images
 from tandem.errors import RequestError
@@ -43,7 +44,6 @@ from tandem.experts.usage.recorder import ExpertRecorder
 from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.free_memory import return_free_memory
 from tandem.kernels.kernel_loads import kernel_loads
-from tandem.spec.gpu_scratch import MOST_SHARED_SECONDS
 
 _log = logging.getLogger(__name__)
 
@@ -52,25 +52,6 @@ _NO_TOKEN = (
     "no token can come next: min_tokens forbids all that the grammar of the answer allows, or the model returned NaN "
     "or infinite logits"
 )
-
-
-def _store(parts: EngineParts, pages: KVCache, slots: Tensor) -> StateStore:
-    layout, count = layout_of(parts), parts.plan.num_window_pages
-    windows, pool = WindowPages(layout, count) if count else None, SlotPool(slots) if layout.slot_bytes else None
-    if pool is not None and parts.leader is not None:
-        pool.on_copy = parts.leader.lists.copied
-    return StateStore(layout, pages, pool, windows)
-
-
-def _pace(parts: EngineParts) -> PrefillPace:
-    """Where all experts travel in a step, others wait for it if it is short enough."""
-    seconds, most = parts.stream_seconds, parts.plan.max_step_tokens
-    one_rank = parts.handoff is None and parts.leader is None
-    pieces = parts.model.depth if one_rank and isinstance(parts.model, PausingModel) else 1
-    whole = seconds is not None and seconds <= MOST_SHARED_SECONDS
-    gpu = parts.plan.gpu  # with a ring, and without `seconds`, the CPU has a part in prompts
-    rows = 0 if gpu is None or gpu.ring_bytes else max(gpu.prompt_sizes, default=0)
-    return PrefillPace(most, seconds is not None, whole, pieces, rows, 0 if gpu is None else gpu.shared_tokens)
 
 
 def _sequences(request: GenerateRequest, max_len: int, arrival: int, page_size: int) -> list[Sequence]:
@@ -110,19 +91,20 @@ class Engine:
         self._kv = KVCache(plan.num_pages, plan.page_size, prefix_cache=plan.radix_cache)
         self._runner = runner_of(parts, states.arrays)
         self._speculation = speculation_of(parts, states, self._kv)
+        self._encoder = encoder_of(parts)
         self._scheduler = Scheduler(
-            _store(parts, self._kv, states.slots),
+            store_of(parts, self._kv, states.slots),
             max_step_tokens=plan.max_step_tokens,
             max_running=plan.max_running_requests,
-            pace=_pace(parts),
-            guesser=self._speculation,
+            pace=pace_of(parts),
+            proposer=self._speculation,
+            on_admit=None if self._encoder is None else self._encoder.hand_to,
         )
         slotless = not layout_of(parts).slot_bytes
         # A draft layer runs between steps, where a pass may have its experts on the way. Nobody has shown yet that a
         # GPU changes a sequence's slot for graphs and a pass at once.
         self._may_pause = not plan.drafts and (slotless or plan.gpu is None)
         self._overlap = PrefillOverlap(self._scheduler, self._runner, slotless)
-        self._encoder = encoder_of(parts, self._runner.side_stream)
         return_free_memory()  # what loading and compiling took
         self._recorder = parts.recorder
         self._meter: ExpertMeter | None = None
@@ -175,26 +157,35 @@ class Engine:
         requests of this step, with finish_reason "error", and leaves the others alone. Raises EngineError when no later
         step could work either; then the process has to end. has_new_request: a long step asks it, and shrinks."""
         outputs, self._notices = self._notices, []
-        outputs += self._take_grammars()
+        if self.grammars.waiting:
+            outputs += self._take_grammars()
         started = perf_counter()
         pauses = self._may_pause and not (self._recorder is not None and self._recorder.recording)
         if self._encoder is not None:
             self._encoder.hand_out(self._scheduler.running)
         chunks = self._scheduler.next(pauses)
         drawing = perf_counter() - started  # guesses
-        if pauses:
+        if pauses and any(chunk.prefills for chunk in chunks):
             chunks = self._overlap.take(chunks)
+        prefill = self._step_overlap(chunks, pauses)
+        step = Step(tuple(chunks), self._shared_tokens(chunks) if pauses else 0, has_new_request)
+        step_outputs = self._run(step, prefill, drawing) if chunks else []
+        outputs += [*([] if prefill is None else prefill.outputs), *step_outputs]
+        if self._encoder is not None:
+            outputs += self._encoded(self._encoder, idle=not chunks and prefill is None)
+        if self.grammars.waiting and not (chunks or outputs or prefill is not None or self._encodes):
+            self.grammars.wait()
+        return outputs
+
+    def _step_overlap(self, chunks: list[Chunk], pauses: bool) -> StepOverlap | None:
+        """The work of the prefill task under way in this step, if there is one. It is done now, unless a device is to
+        compute the step meanwhile."""
+        if not self._scheduler.in_flight:
+            return None
         prefill = self._overlap.step_overlap(chunks, partial(self._tried, counts=False), pauses)
         if not prefill.waits:
             prefill()
-        step = Step(tuple(chunks), self._shared_tokens(chunks) if pauses else 0, has_new_request)
-        step_outputs = self._run(step, prefill, drawing) if chunks else []
-        outputs += [*prefill.outputs, *step_outputs]
-        if self._encoder is not None:
-            outputs += self._encoded(self._encoder, idle=not chunks and not prefill.under_way)
-        if self.grammars and not (chunks or outputs or prefill.under_way or self._encodes):
-            self.grammars.wait()
-        return outputs
+        return prefill
 
     @property
     def _encodes(self) -> bool:
@@ -202,7 +193,7 @@ class Engine:
 
     def _encoded(self, encoder: Encoder, idle: bool) -> list[TokenOutput]:
         """A slice of an image; outputs of those whose image cannot be read."""
-        seconds = self._scheduler.pace.slice_seconds()
+        seconds = self._scheduler.pace.slice_seconds(encoder.pace.share)
         failed = encoder.go_on(self._scheduler.running, seconds, idle)
         if failed:
             _log.error("an image of %d answers was not read: %s", len(failed), failed[0][1])
@@ -216,32 +207,43 @@ class Engine:
         shared = gpu.shared_tokens if gpu is not None and gpu.prompt_sizes else 0
         return shared if len(chunks) == 1 and chunks[0].length > shared else 0
 
-    def _run(self, step: Step, prefill: StepOverlap, drawing: float) -> list[TokenOutput]:
+    def _run(self, step: Step, prefill: StepOverlap | None, drawing: float) -> list[TokenOutput]:
         """The seconds that it takes tell the pace and the guesses' governor."""
         started, has_prefill = perf_counter(), step.has_prefill
-        outcome = self._tried(step.chunks, lambda: self._runner.run(step, prefill))
-        seconds = perf_counter() - started - prefill.overtook
+        outcome = self._tried(step.chunks, partial(self._computed, step, prefill))
+        seconds = perf_counter() - started - (0.0 if prefill is None else prefill.overtook)
+        delay = 0.0 if self._encoder is None else self._encoder.pace.delay()
+        if delay:  # drawing comes first, and so waits first
+            seconds, drawing = max(0.0, seconds - max(0.0, delay - drawing)), max(0.0, drawing - delay)
         _tell(self._speculation, outcome.turns, seconds + drawing)
         if has_prefill:
             self._scheduler.pace.observe(outcome.num_tokens, seconds, step.chunks[0].sure == 1)  # 0: it failed
         else:
-            self._scheduler.pace.decoded(seconds, overlapped=prefill.under_way)
+            self._scheduler.pace.decoded(seconds, overlapped=prefill is not None or delay > 0)
         self._counters.steps += 1
         self._counters.step_seconds += seconds + drawing
         return outcome.outputs
 
-    def _tried(self, chunks: Rows[Chunk], run: Callable[[], StepOutput | None], counts: bool = True) -> Ran:
+    def _computed(self, step: Step, prefill: StepOverlap | None) -> StepOutput:
+        """The step, and meanwhile a slice of the prefill task where a device computes."""
+        overlaps = prefill is not None and prefill.waits
+        with self._runner.start(step, overlaps) as running:
+            if prefill is not None and overlaps:
+                prefill()
+            return running.result()
+
+    def _tried(self, chunks: Rows[Chunk], run: Callable[[], StepOutput | None], counts: bool = True) -> StepResult:
         """Outputs of these chunks; none while `run` has no result yet. An error fails them all, whatever it was: the
         engine goes on. counts: it is a step of its own."""
         try:
             output = run()
-            return Ran([], []) if output is None else self._settled(output, counts)
+            return StepResult([], []) if output is None else self._settled(output, counts)
         except Exception as error:
             _log.exception("a step of %d sequences failed", len(chunks))
             self._runner.after_failure()
             if self._recorder is not None:
                 self._recorder.after_failure()
-            return Ran([self._answers.fail(chunk.sequence, error) for chunk in chunks], [])
+            return StepResult([self._answers.fail(chunk.sequence, error) for chunk in chunks], [])
 
     def flush_cache(self) -> int:
         """Forgets all cached prefixes that no running request uses; returns the number of pages freed."""
@@ -295,7 +297,7 @@ class Engine:
                 outputs += [self._answers.refuse(sequence, error) for sequence in sequences]
         return outputs
 
-    def _settled(self, output: StepOutput, counts: bool) -> Ran:
+    def _settled(self, output: StepOutput, counts: bool) -> StepResult:
         turns, logits = list(turns_of(output.step.chunks)), output.logits
         for turn in turns:
             if turn.sequence.scores_prompt:
@@ -308,9 +310,9 @@ class Engine:
         if counts:
             _settle_rows(self._runner, turns)
         outputs = [each for turn in turns if (each := turn.output) is not None]
-        return Ran(outputs, turns, output.step.num_tokens)
+        return StepResult(outputs, turns, output.step.num_tokens)
 
-    def _chosen(self, logits: Logits, turns: list[Turn]) -> list[Sampled]:
+    def _chosen(self, logits: Logits, turns: list[SequenceOutput]) -> list[Sampled]:
         """The next token of each. If that fails, they end, and nothing is chosen: others may have got theirs."""
         sequences = [turn.sequence for turn in turns]
         try:
@@ -323,7 +325,7 @@ class Engine:
                 turn.end(self._answers.fail(turn.sequence, error))
             return []
 
-    def _settle(self, turn: Turn, sampled: Sampled | None) -> bool:
+    def _settle(self, turn: SequenceOutput, sampled: Sampled | None) -> bool:
         """True: its next token can be chosen in this step, too. sampled: None where the prompt goes on."""
         try:
             return self._advance(turn, sampled)
@@ -332,7 +334,7 @@ class Engine:
             turn.end(self._answers.fail(turn.sequence, error))
             return False
 
-    def _advance(self, turn: Turn, sampled: Sampled | None) -> bool:
+    def _advance(self, turn: SequenceOutput, sampled: Sampled | None) -> bool:
         sequence = turn.sequence
         answer = self._answers.of(sequence)
         if sampled is not None and sampled.token_id < 0:
@@ -354,7 +356,7 @@ class Engine:
         return turn.take(sampled.token_id, self._answers.end(sequence, output) if output.finish_reason else output)
 
 
-def _count(turns: list[Turn], meter: ExpertMeter | None, recorder: ExpertRecorder | None) -> None:
+def _count(turns: list[SequenceOutput], meter: ExpertMeter | None, recorder: ExpertRecorder | None) -> None:
     """For statistics: what goes wrong here costs nobody an answer."""
     try:
         count_step(meter, recorder, turns)
@@ -362,7 +364,7 @@ def _count(turns: list[Turn], meter: ExpertMeter | None, recorder: ExpertRecorde
         _log.exception("a step was not counted")
 
 
-def _settle_rows(executor: Executor, turns: list[Turn]) -> None:
+def _settle_rows(executor: Executor, turns: list[SequenceOutput]) -> None:
     """Likewise, unless the GPU has stopped: then it raises EngineError."""
     try:
         executor.settled(sum(turn.rows for turn in turns))
@@ -371,10 +373,10 @@ def _settle_rows(executor: Executor, turns: list[Turn]) -> None:
         executor.after_failure()
 
 
-def _tell(guesses: Speculation | None, turns: list[Turn], seconds: float) -> None:
+def _tell(draft_tokens: Speculation | None, turns: list[SequenceOutput], seconds: float) -> None:
     """Tells the speculation how a step went, in seconds. An error costs nobody an answer: it is logged."""
     try:
-        if guesses is not None:
-            guesses.ran(turns, seconds)
+        if draft_tokens is not None:
+            draft_tokens.ran(turns, seconds)
     except Exception:
         _log.exception("nothing was learnt from a step's guesses")

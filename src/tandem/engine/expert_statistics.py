@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from tandem.engine.protocol import ExpertsRecorded, ExpertStats, ExpertTraffic
-from tandem.engine.step.step import Turn
+from tandem.engine.step.step import SequenceOutput
 from tandem.errors import RequestError
 from tandem.experts.handoff import Handoff
 from tandem.experts.handoff_counts import HandoffTimes, HintCounts
 from tandem.experts.live.live_experts import LiveExperts
 from tandem.experts.placement import ExpertPlacement, load_counts, place
 from tandem.experts.usage.expert_usage import ExpertUsage
-from tandem.experts.usage.recorder import ExpertRecorder, RecorderOptions, Rows
+from tandem.experts.usage.recorder import ExpertRecorder, RecordedRows, RecorderOptions
 from tandem.flags.engine_config import EngineConfig
 from tandem.flags.env import recorder_dir
 from tandem.planner.gpu_plan import GpuPlan
@@ -38,10 +38,11 @@ def expert_usage(
     device: torch.device | None = None,
     gpu_experts: Tensor | None = None,
 ) -> ExpertUsage | None:
-    """device: the GPU, gpu_experts: its experts, bool [MoE layers, experts]. None for a dense model."""
+    """device: the GPU, gpu_experts: its experts, bool [MoE layers, experts], of the layers that are counted. None for a
+    dense model."""
     if not model.moe_layers:
         return None
-    router, layers = model.moe.router, len(model.moe_layers)
+    router, layers = model.moe.router, len(model.moe_layers if gpu_experts is None else gpu_experts)
     # Rows of wrong guesses are taken back by their ids.
     by_row = config.expert_distribution_recorder_mode == "per_token" or plan.speculation is not None
     graphs = () if plan.gpu is None else plan.gpu.graph_sizes
@@ -139,13 +140,13 @@ class ExpertMeter:
         )
 
 
-def count_step(meter: ExpertMeter | None, recorder: ExpertRecorder | None, turns: Sequence[Turn]) -> None:
+def count_step(meter: ExpertMeter | None, recorder: ExpertRecorder | None, turns: Sequence[SequenceOutput]) -> None:
     """After a step. Rows of wrong guesses were never tokens: the model has counted them, and they are taken back."""
     wrong = [row for turn in turns for row in turn.rejected]
     if wrong and meter is not None:
         meter.take_back(wrong)
     if recorder is not None:
-        rows = [Rows(turn.sequence.arrival[0], turn.first_position, turn.rows) for turn in turns]
+        rows = [RecordedRows(turn.sequence.arrival[0], turn.first_position, turn.rows) for turn in turns]
         recorder.after_step(rows, wrong)
 
 

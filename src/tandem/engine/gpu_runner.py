@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
 import torch
@@ -23,8 +23,15 @@ from tandem.engine.sequence import Chunk, make_masks, places_of
 from tandem.engine.step.batch import BatchArrays, StepShape, moved, regions
 from tandem.engine.step.hooks import BeginStep, StepHooks, nothing_begins
 from tandem.engine.step.path import Choice, Path, background_path_of, background_with_cpu, path_of
-from tandem.engine.step.prefill import GpuPlace, LayerPieces, PausingModel, Pieces, PrefillTask, in_layers
-from tandem.engine.step.step import ShrinkingStep, Step, StepOutput
+from tandem.engine.step.prefill import (
+    GpuPlace,
+    LayerPieces,
+    PausingModel,
+    PrefillPieces,
+    PrefillTask,
+    in_layers,
+)
+from tandem.engine.step.step import Running, ShrinkingStep, Step, StepOutput
 from tandem.engine.step.streams import Feeder, Streams
 from tandem.errors import EngineError
 from tandem.experts.handoff import Handoff
@@ -50,7 +57,7 @@ def _masks(chunks: Rows[Chunk]) -> RowMasks:
 
 
 def _masks_of(chunk: Chunk, mask: TokenMask | None) -> RowMasks:
-    after = len(chunk.guesses)
+    after = len(chunk.draft_tokens)
     return [*[None] * (chunk.logits - 1 - after), mask, *[None] * after]
 
 
@@ -62,7 +69,7 @@ def _begun(batch: ForwardBatch, begin: BeginStep, device: torch.device) -> Forwa
 
 
 def _nothing() -> None:
-    """Where masks are made before the step, and where no pass goes on meanwhile."""
+    """Where masks are made before the step, and where nothing is done beside it."""
 
 
 @contextmanager
@@ -101,38 +108,40 @@ class GpuRunner:
         self._usage, self._live, self._start = usage, live, begin_step
         self._begin_step: BeginStep = begin_step or nothing_begins
         arrays = partial(
-            BatchArrays, *shape, guessing=graphs.guessing, windowed=graphs.windowed,
+            BatchArrays, *shape, speculative=graphs.speculative, windowed=graphs.windowed,
             each_row=graphs.each_row,
         )  # fmt: skip
         self._device = handoff.device
         own, paused = regions(graphs.images_from, shape.max_tokens)
         self._arrays = arrays(apart=True, images_from=own)
         self._paused = arrays(pinned=self._device.type == "cuda", images_from=paused)
-        self._guessing = False  # whether the last step had rows of guesses that are not settled yet
+        self._speculative = False  # whether the last step had rows of guesses that are not settled yet
         self._rows, self._best = HostRows(handoff.device), BestRows(shape.max_tokens, handoff.device)
         self._end = StepEnd(handoff.device)
         self._graphs = GraphPool()
-        overlaps = live is None and self._start is not None and self._start.pausable()
+        overlaps = self._start is not None and self._start.pausable()
         overlaps = overlaps and not graphs.drafting and not graphs.one_stream
-        self._streams = Streams(handoff.device, overlaps, graphs.spared if graphs.prompts else 0)
+        self._streams = Streams(handoff.device, overlaps, graphs.reserved_sms if graphs.prompts else 0)
         self._feeder = Feeder(partial(_on, self._device)) if overlaps else None
         self._streams.enter()
         with torch.inference_mode(), nothing_collected():
-            capture = DecodeCapture(
-                graphs, self._device, handoff, self._streams, self._begin_step, self._forward
-            )
-            self._graphs.capture_decode(graphs, capture)
+            self._graphs.capture_decode(graphs, self._decode_capture())
             self._capture_prompts()
 
-    def run(self, step: Step, host_work: Callable[[], None] = _nothing) -> StepOutput:
-        """Logits rows of all chunks, in order. host_work: as `logits`."""
+    @property
+    def device(self) -> torch.device:
+        """GPU that chooses tokens, the current one of the thread that runs steps."""
+        return self._device
+
+    def start(self, step: Step, overlaps: bool = False) -> Running[StepOutput]:
+        """Starts a step, as `Executor.start`. A graph is replayed here, and the CPU does its part; other steps are
+        computed when their result is wanted."""
         batch = self._arrays.fill(step.chunks)
-        self._guessing = step.has_drafts
-        with torch.inference_mode():
-            make = partial(make_masks, [chunk.sequence for chunk in step.chunks])
-            shrinking = ShrinkingStep(step) if step.shrinks and isinstance(self._model, PausingModel) else None
-            logits = self.logits(batch, _masks(step.chunks), make, host_work, shrinking)
-            return StepOutput(step if shrinking is None else shrinking.step, logits)
+        self._speculative = step.has_drafts
+        make = partial(make_masks, [chunk.sequence for chunk in step.chunks])
+        shrinking = ShrinkingStep(step) if step.shrinks and isinstance(self._model, PausingModel) else None
+        running = self._start_batch(batch, _masks(step.chunks), make, overlaps, shrinking)
+        return running.then(lambda logits: StepOutput(step if shrinking is None else shrinking.step, logits))
 
     @contextmanager
     def unseen(self, model: StepModel) -> Iterator[None]:
@@ -159,13 +168,13 @@ class GpuRunner:
             logits = self._forward(device_batch, len(batch.input_ids))
             best = self._best.fetch(logits)
             self._end.mark()
-            return self._done(logits, best, len(batch.input_ids))
+            return self._done(logits, best)
 
     def settled(self, tokens: int) -> None:
         """The last step's rows were so many tokens, and nothing else is counted any more."""
-        if self._guessing and self._live is not None:
-            self._live.after_step(tokens, self._end.passed)
-        self._guessing = False
+        if self._speculative and self._live is not None:
+            self._live.after_step(self._end.passed)
+        self._speculative = False
 
     def after_failure(self) -> None:
         """Raises EngineError when the GPU cannot go on: after an illegal access or a memory error every later call
@@ -185,16 +194,28 @@ class GpuRunner:
         host_work: Callable[[], None] = _nothing,
         shrinking: ShrinkingStep | None = None,
     ) -> DeviceLogits:
-        """masks: of each row's next token, where it is known; `make` makes them, while the GPU computes. They count
-        where a graph is replayed; `DeviceLogits.chosen` wants them anyway. host_work: called once a graph runs and the
-        CPU has done its part."""
+        """A batch, started and ended. masks: of each row's next token, where it is known; `make` makes them, while the
+        GPU computes. They count where a graph is replayed; `DeviceLogits.chosen` wants them anyway. host_work: called
+        between the two."""
+        with self._start_batch(batch, masks, make, host_work is not _nothing, shrinking) as running:
+            host_work()
+            return running.result()
+
+    def _start_batch(
+        self,
+        batch: ForwardBatch,
+        masks: RowMasks,
+        make: Callable[[], None],
+        overlaps: bool,
+        shrinking: ShrinkingStep | None,
+    ) -> Running[DeviceLogits]:
         choice = path_of(batch, self._graphs, shrinks=shrinking is not None)
         choice.log(len(batch.input_ids))
         if choice.decode is not None:
-            return self._replayed(choice.decode, batch, masks, make, host_work)
+            return self._replayed(choice.decode, batch, masks, make, overlaps)
         if choice.prefill is not None:
-            return self._prefilled(choice, batch, make)
-        return self._eager(batch, make, shrinking)
+            return Running(partial(self._prefilled, choice, batch, make))
+        return Running(partial(self._eager, batch, make, shrinking))
 
     def _replayed(
         self,
@@ -202,26 +223,40 @@ class GpuRunner:
         batch: ForwardBatch,
         masks: RowMasks,
         make: Callable[[], None],
-        overlapped: Callable[[], None],
-    ) -> DeviceLogits:
-        rows, let_end = batch.seq_lens.shape[0], partial(self._let_end, graph, self._handoff.finish)
-        self._replay(graph, batch, masks)
-        with _or_else(let_end):
-            graph.masks.make(make)  # before any call of the driver: it may wait for what waits for the masks
-            self._end.mark()
-            self._move_experts()
-        with nullcontext() if self._feeder is None else self._feeder.opened():  # until the GPU has ended, too
+        overlaps: bool,
+    ) -> Running[DeviceLogits]:
+        """A replayed graph. The CPU has answered its posts; the GPU may still compute."""
+        rows, masked, feeding = batch.seq_lens.shape[0], bool(masks), ExitStack()
+        let_end = partial(self._let_end, graph, self._handoff.finish)
+        with torch.inference_mode():
+            self._replay(graph, batch, masks)
             with _or_else(let_end):
+                # Before any call of the driver: it may wait for what waits for the masks.
+                graph.masks.make(make) if masked else make()
+                self._end.mark()
+                self._move_experts()
+            with _or_else(feeding.close), _or_else(let_end):
+                if overlaps and self._feeder is not None:
+                    feeding.enter_context(self._feeder.opened())  # until the GPU has ended, too
                 self._handoff.finish()
-                with torch.inference_mode(False):  # what begins and ends in it is no part of the step
-                    overlapped()
-            return self._done(graph.logits[:rows], graph.best[:rows], rows, graph.masks, masks)
+
+        def finish() -> DeviceLogits:
+            with feeding, torch.inference_mode():
+                graph_masks = graph.masks if masked else None
+                return self._done(graph.logits[:rows], graph.best[:rows], graph_masks, masks)
+
+        def cancel() -> None:
+            with feeding:
+                let_end()
+
+        return Running(finish, cancel)
 
     def _replay(self, graph: DecodeGraph, batch: ForwardBatch, masks: RowMasks) -> None:
         try:
             self._handoff.begin(graph.posts)  # first: who answers needs a while to wake up
             graph.inputs.fill(batch)
-            graph.masks.send(masks)
+            if masks or graph.masks.sent:
+                graph.masks.send(masks)
             self._begin_step(graph.inputs.image, True)
             graph.graph.replay()
         except BaseException:  # it may have begun
@@ -240,14 +275,16 @@ class GpuRunner:
         self, batch: ForwardBatch, make: Callable[[], None], shrinking: ShrinkingStep | None = None
     ) -> DeviceLogits:
         """Kernel by kernel, while no pass is under way."""
-        with self._streams.side_stream():
+        with torch.inference_mode(), self._streams.side_stream():
             device_batch = _begun(batch, self._begin_step, self._device)
             logits = self._forward(device_batch, len(batch.input_ids), shrinking)
             best = self._best.fetch(logits)
             self._end.mark()
             make()
-            self._move_experts()
-            return self._done(logits, best, len(batch.input_ids))
+        if self._live is not None:
+            self._streams.join()  # exchanges write in the order of the first stream
+        self._move_experts()
+        return self._done(logits, best)
 
     def _prefilled(
         self, choice: Choice[DecodeGraph, PromptGraph], batch: ForwardBatch, make: Callable[[], None]
@@ -255,13 +292,10 @@ class GpuRunner:
         """Prompts in the graph of their path, while no pass is under way."""
         task = self.paused(batch, choice.prefill, choice.path is Path.SHARED_PREFILL_GRAPH)
         assert task is not None, "graphs of prompts are captured only where passes can be paused"
-        try:
+        with torch.inference_mode(), _or_else(task.drop):  # or later steps would find it under way
             task.go_on(0.0, whole=True)
             make()
             logits = task.logits()
-        except BaseException:
-            task.drop()  # or later steps would find it under way
-            raise
         assert isinstance(logits, DeviceLogits)
         return logits
 
@@ -279,11 +313,11 @@ class GpuRunner:
         if start is None or self._streams.steps is None or not isinstance(self._model, PausingModel):
             return None
         choice = background_path_of(batch, self._graphs) if graph is None else None
-        spares = choice is not None and choice.prefill is not None
+        reserve_sms = choice is not None and choice.prefill is not None
         # A graph that runs now writes nothing that this pass reads, so the pass does not wait for it. Pieces of images
-        # were put together on that stream.
-        after = choice is None or batch.seen is not None
-        with torch.inference_mode(), self._streams.side_stream(after, spares):
+        # were put together on that stream, and experts have changed places there.
+        after = choice is None or batch.seen is not None or (self._live is not None and self._live.settling)
+        with torch.inference_mode(), self._streams.side_stream(after, reserve_sms):
             gpu_only = start.hold(batch, split)
             try:
                 if choice is not None:
@@ -294,10 +328,10 @@ class GpuRunner:
             except BaseException:
                 start.release()
                 raise
-        place = GpuPlace(start, self._streams, self._usage, self._rows, spares)
+        place = GpuPlace(start, self._streams, self._usage, self._rows, reserve_sms)
         return PrefillTask(pieces, place, self._feeder if gpu_only and isinstance(pieces, LayerPieces) else None)
 
-    def _pieces(self, batch: ForwardBatch, model: PausingModel, graph: PromptGraph | None) -> Pieces:
+    def _pieces(self, batch: ForwardBatch, model: PausingModel, graph: PromptGraph | None) -> PrefillPieces:
         tallies = None if self._usage is None else self._usage.overlap_tallies(len(batch.input_ids))
         if graph is not None:
             return graph.of(batch)
@@ -307,10 +341,6 @@ class GpuRunner:
     def step_ended(self) -> bool:
         return self._end.passed()
 
-    def side_stream(self) -> AbstractContextManager[None]:
-        """Pieces of images, which no step waits for."""
-        return self._streams.side_stream()
-
     def runs_beside(self, chunks: list[Chunk]) -> bool:
         """Only what is replayed."""
         return self._graphs.runs_beside_prefill(len(chunks)) and all(chunk.length == 1 for chunk in chunks)
@@ -319,15 +349,14 @@ class GpuRunner:
         self,
         logits: Tensor,
         best: Tensor,
-        tokens: int,
         graph_masks: GraphMasks | None = None,
         masked: RowMasks = (),
     ) -> DeviceLogits:
         """Ends the step: so its time is known, and the pinned images are free again. The CPU has done its part, so
         experts may change places while the GPU does the rest of its own: their copies come after it. After rows of
         guesses they wait until wrong ones are no longer counted (`settled`)."""
-        if self._live is not None and not self._guessing:
-            self._live.after_step(tokens, self._end.passed)
+        if self._live is not None and not self._speculative:
+            self._live.after_step(self._end.passed)
         device_logits = DeviceLogits(logits, best, self._rows, masked=[mask is not None for mask in masked])
         self._end.wait()
         self._handoff.check()
@@ -352,6 +381,11 @@ class GpuRunner:
             self._model, batch, self._states, shrinking,
             lambda step: _begun(self._arrays.fill(step.chunks), self._begin_step, self._device),
         )  # fmt: skip
+
+    def _decode_capture(self) -> DecodeCapture:
+        return DecodeCapture(
+            self._plan, self._device, self._handoff, self._streams, self._begin_step, self._forward
+        )
 
     def _capture_prompts(self) -> None:
         """Where passes can be overtaken."""

@@ -6,48 +6,23 @@ import math
 from typing import NamedTuple
 
 from tandem.engine.grammar.sources import check
-from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.engine.protocol import GenerateRequest, SamplingSettings
+from tandem.engine.sampling.parameters import Bounds, ranges
 from tandem.errors import RequestError
 
-MAX_ANSWERS = 128
-MAX_LOGPROBS = 100
 MAX_STOP_STRINGS = 256
 MAX_STOP_CHARS = 4096
 MAX_STOP_TOKENS = 1024
 MAX_LOGIT_BIAS = 4096
 TOO_LONG = "context_length_exceeded"  # OpenAI's word, which clients look for
 
-# field: (lowest, highest, whether the lowest itself is allowed)
-RANGES: dict[str, tuple[float, float, bool]] = {
-    "temperature": (0.0, 100.0, True),
-    "top_p": (0.0, 1.0, False),
-    "min_p": (0.0, 1.0, True),
-    "typical_p": (0.0, 1.0, False),
-    "xtc_probability": (0.0, 1.0, True),
-    "xtc_threshold": (0.0, 1.0, True),
-    "dry_multiplier": (0.0, 100.0, True),
-    "dry_base": (1.0, 100.0, True),
-    "dry_allowed_length": (1, 2**31, True),
-    "dry_penalty_last_n": (-1, math.inf, True),
-    "repetition_penalty": (0.01, 100.0, True),  # beyond this logits leave float32's range
-    "presence_penalty": (-100.0, 100.0, True),
-    "frequency_penalty": (-100.0, 100.0, True),
-    "n": (1, MAX_ANSWERS, True),
-    "min_tokens": (0, math.inf, True),
-    "max_tokens": (1, math.inf, True),
-    "logprobs": (0, MAX_LOGPROBS, True),
-    "prompt_logprobs": (0, MAX_LOGPROBS, True),
-    "top_k": (-1, math.inf, True),
-    "seed": (-(2**63), 2**64 - 1, True),
-}
 
-
-def validate(params: SamplingParams, vocab_size: int) -> None:
+def validate(params: SamplingSettings, vocab_size: int) -> None:
     """Raises RequestError, with the field as `param`, for anything the sampler cannot do."""
-    for field, (lowest, highest, inclusive) in RANGES.items():
-        value = getattr(params, field)
-        if value is not None and not _within(value, lowest, highest, inclusive):
-            raise RequestError(_range_text(field, value, lowest, highest, inclusive), field)
+    for field, limits in ranges().items():
+        setting = getattr(params, field)
+        if setting is not None and not _within(setting, limits):
+            raise RequestError(_range_text(field, setting, limits), field)
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise RequestError(
             f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({params.max_tokens})", "min_tokens"
@@ -59,7 +34,7 @@ def validate(params: SamplingParams, vocab_size: int) -> None:
     _validate_token_ids("dry_breakers", params.dry_breakers, MAX_STOP_TOKENS, vocab_size)
     _validate_token_ids("logit_bias", params.logit_bias, MAX_LOGIT_BIAS, vocab_size)
     for value in params.logit_bias.values():
-        if not _within(value, -100.0, 100.0, True):
+        if not _within(value, Bounds(-100.0, 100.0)):
             raise RequestError(f"logit_bias values must be within -100 and 100, not {value}", "logit_bias")
 
 
@@ -112,18 +87,18 @@ def check_prompt_ids(prompt_ids: list[int], vocab_size: int) -> None:
         raise RequestError(f"prompt token ids must be within 0 and {vocab_size - 1}", "prompt")
 
 
-def _within(value: float, lowest: float, highest: float, inclusive: bool) -> bool:
-    return (lowest <= value if inclusive else lowest < value) and value <= highest
+def _within(value: float, limits: Bounds) -> bool:
+    above = limits.lowest <= value if limits.inclusive else limits.lowest < value
+    return above and value <= limits.highest
 
 
-def _range_text(field: str, value: float, lowest: float, highest: float, inclusive: bool) -> str:
-    bound = f"at least {lowest:g}" if inclusive else f"greater than {lowest:g}"
-    return (
-        f"{field} must be {bound}{'' if highest == math.inf else f' and at most {highest:g}'}, not {value:g}"
-    )
+def _range_text(field: str, value: float, limits: Bounds) -> str:
+    bound = f"at least {limits.lowest:g}" if limits.inclusive else f"greater than {limits.lowest:g}"
+    most = "" if limits.highest == math.inf else f" and at most {limits.highest:g}"
+    return f"{field} must be {bound}{most}, not {value:g}"
 
 
-def _validate_stops(params: SamplingParams) -> None:
+def _validate_stops(params: SamplingSettings) -> None:
     if len(params.stop) > MAX_STOP_STRINGS:
         raise RequestError(f"at most {MAX_STOP_STRINGS} stop strings, not {len(params.stop)}", "stop")
     if any(not stop for stop in params.stop):
@@ -132,7 +107,7 @@ def _validate_stops(params: SamplingParams) -> None:
         raise RequestError(f"stop strings must have at most {MAX_STOP_CHARS} characters together", "stop")
 
 
-def _validate_grammar(params: SamplingParams) -> None:
+def _validate_grammar(params: SamplingSettings) -> None:
     if params.grammar is None:
         return
     try:

@@ -20,22 +20,22 @@ from tandem.engine.offline.input import (
     sampling_for_each,
 )
 from tandem.engine.offline.results import Completion, Generation, Piece, check, collect
-from tandem.engine.protocol import SamplingParams
+from tandem.engine.protocol import SamplingSettings
 from tandem.engine.start.loader import model_directory
 from tandem.engine.start.model_files import prepare
 from tandem.engine.start.progress import Progress
 from tandem.engine.start.sampling_defaults import sampling_defaults
-from tandem.engine.text import prompt as prompts
-from tandem.engine.text.reasoning_format import begun_text, detect_reasoning_format
 from tandem.engine.vision.spans import ImageSpan
 from tandem.flags.engine_config import EngineConfig
+from tandem.text import prompt as prompts
+from tandem.text.reasoning_format import begun_text, detect_reasoning_format
 
 
 class LLM:
     """Loads a model once; `generate` and `chat` batch whatever they are given.
 
     `flags` are the fields of `EngineConfig`, i.e. the server's flags in snake case; an unknown one is an error that
-    names the nearest. Torch is set to one thread in this process: see engine/loader.py.
+    names the nearest. Torch is set to one thread in this process: see engine/start/loader.py.
     `sampling_defaults`: what generation_config.json recommends, for fields that `SamplingParams` leave out.
     """
 
@@ -153,7 +153,7 @@ class LLM:
         )
         return one.prompt(text)
 
-    def _behind(self, prompt: prompts.Prompt, params: SamplingParams) -> SamplingParams:
+    def _behind(self, prompt: prompts.Prompt, params: SamplingSettings) -> SamplingSettings:
         """A grammar counts what the prompt has begun of the answer, without thoughts. Of an open one it
         counts all, and refuses it: nobody would tell where the answer begins."""
         if params.grammar is None or not prompt.begun or params.grammar_prefix:
@@ -174,7 +174,7 @@ class LLM:
         self,
         texts: Sequence[str | None],
         ids: list[list[int]],
-        params: list[SamplingParams],
+        params: list[SamplingSettings],
         progress: bool,
         images: Sequence[tuple[ImageSpan, ...]] = (),
     ) -> list[Generation]:
@@ -198,7 +198,7 @@ class LLM:
         return list(results.values())
 
     def _streamed(
-        self, ids: list[list[int]], params: list[SamplingParams], images: Sequence[tuple[ImageSpan, ...]] = ()
+        self, ids: list[list[int]], params: list[SamplingSettings], images: Sequence[tuple[ImageSpan, ...]] = ()
     ) -> Iterator[Piece]:
         """The requests begin now. A stream that is dropped ends them, which only one that has begun can."""
         pieces = self._pieces(ids, params, images)
@@ -206,7 +206,7 @@ class LLM:
         return pieces
 
     def _pieces(
-        self, ids: list[list[int]], params: list[SamplingParams], images: Sequence[tuple[ImageSpan, ...]]
+        self, ids: list[list[int]], params: list[SamplingSettings], images: Sequence[tuple[ImageSpan, ...]]
     ) -> Iterator[Piece]:
         """The first is empty."""
         names = self._calls.begin(ids, params, images)

@@ -44,9 +44,10 @@ class PrefillPace:
         known, weight = self._decoding_seconds, _WEIGHT_BESIDE if overlapped else _WEIGHT_OF_NEWEST
         self._decoding_seconds = known + weight * (seconds - known) if known else seconds
 
-    def slice_seconds(self) -> float:
-        """How long a slice of a prompt may take for each step of those who decode; one piece at least is done."""
-        return SLICE_OF_STEP * self._decoding_seconds or SHARED_STEP_SECONDS
+    def slice_seconds(self, share: float = SLICE_OF_STEP) -> float:
+        """How long a slice of a prompt may take for each step of those who decode; one piece at least is done. share:
+        of such a step's time."""
+        return share * self._decoding_seconds or SHARED_STEP_SECONDS
 
     def observe(self, tokens: int, seconds: float, shared: bool = True) -> None:
         """A step of `tokens` rows took so long; shared: with sequences that decode."""

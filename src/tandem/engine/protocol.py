@@ -6,68 +6,11 @@ from typing import Literal
 
 import msgspec
 
+from tandem.engine.sampling.parameters import Grammar as Grammar
+from tandem.engine.sampling.parameters import GrammarKind as GrammarKind
+from tandem.engine.sampling.parameters import SamplingFields as SamplingFields
+from tandem.engine.sampling.parameters import SamplingSettings as SamplingSettings
 from tandem.engine.vision.spans import ImageSpan
-
-GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
-
-
-class Grammar(msgspec.Struct, frozen=True):
-    """Constraint that an answer must match, from its first token to its last; `engine/grammar/sources.py` makes them.
-
-    `text` is a JSON schema, a regular expression, a grammar in GBNF (its rule `root`), or a structural tag of xgrammar
-    (JSON).
-    """
-
-    kind: GrammarKind
-    text: str
-    lenient: bool = False  # what cannot be held to is left out instead of refused
-
-
-class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling fields whose defaults are the same for all models.
-
-    `logit_bias` maps token id to an addend. `logprobs` = number of top alternatives to report per token (0: only the
-    chosen one), None: none.
-    """
-
-    max_tokens: int | None = None  # None: up to the context length
-    min_tokens: int = 0
-    xtc_probability: float = 0.0  # with which XTC acts on a token; 0: never
-    xtc_threshold: float = 0.1
-    dry_multiplier: float = 0.0  # 0: no DRY
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_penalty_last_n: int = -1  # tokens that DRY looks at; -1: all
-    dry_breakers: tuple[int, ...] = ()  # tokens that a repetition does not reach over
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int | None = None
-    logit_bias: dict[int, float] = {}
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    include_stop: bool = False  # keep the matched stop string in the text
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    show_tokens: tuple[int, ...] = ()  # special tokens that are not skipped: a parser needs their text
-    n: int = 1
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    grammar: Grammar | None = None
-    grammar_prefix: str = ""  # what the prompt ends with, and the grammar has to match before the answer
-
-
-class SamplingParams(SamplingFields, frozen=True, kw_only=True):
-    """How tokens are chosen and when to stop. `validate` (engine/limits.py) checks the ranges.
-
-    temperature 0 is greedy. top_k 0 or -1 means all.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
@@ -75,7 +18,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate")
 
     id: str
     prompt_ids: list[int]
-    sampling: SamplingParams
+    sampling: SamplingSettings
     images: tuple[ImageSpan, ...] = ()
 
 
@@ -163,7 +106,7 @@ class ExpertStats(msgspec.Struct, frozen=True, kw_only=True):
     cpu_bytes: list[int]
     hit_rate: float = 0.0  # share of the tokens whose expert was on the GPU
     swaps: int = 0  # experts that came to the GPU while serving
-    swap_rests: int = 0  # how often that was paused because it did not pay
+    swap_rests: int = 0  # how often all went back because it did not pay
     swap_seconds: float = 0.0  # of the engine's thread for swaps and deciding on them
     swap_wait_seconds: float = 0.0  # of these, what the GPU may have waited for
     handoff_posts: int = 0  # batches that the GPU handed to the CPU
@@ -208,7 +151,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     steps: int = 0
     step_seconds: float = 0.0
     images: int = 0  # that the tower has read
-    image_seconds: float = 0.0  # of the engine's thread for them
+    image_seconds: float = 0.0  # that the tower computed them
     late_kernels: int = 0  # of a GPU, compiled or loaded from a cache after the engine was ready
     experts: ExpertStats | None = None  # None: a dense model
     speculation: SpeculationStats | None = None  # None: nothing is guessed

@@ -1,4 +1,5 @@
-"""The runner of an engine's steps: on the CPU or on a GPU, alone or as the first of several ranks."""
+"""Parts that an engine is put together from: the store of states, the pace of prompts, and the runner of its steps, on
+the CPU or on a GPU, alone or as the first of several ranks."""
 
 from __future__ import annotations
 
@@ -9,24 +10,56 @@ from torch import Tensor
 from tandem.engine.cpu_runner import CpuRunner
 from tandem.engine.gpu_runner import GpuRunner
 from tandem.engine.graphs.inputs import GraphPlan
+from tandem.engine.pace import PrefillPace
+from tandem.engine.stages.runner import StagedRunner
+from tandem.engine.stages.states import allocate_stages
 from tandem.engine.start.parts import EngineParts
-from tandem.engine.state.arrays import StateArrays, allocate
+from tandem.engine.state.arrays import SlotMemory, StateArrays, allocate
+from tandem.engine.state.kv_cache import KVCache
+from tandem.engine.state.slots import SlotPool
+from tandem.engine.state.store import StateStore
+from tandem.engine.state.windows import WindowPages
 from tandem.engine.step.batch import StepShape
+from tandem.engine.step.prefill import PausingModel
+from tandem.spec.gpu_scratch import MOST_SHARED_SECONDS
 from tandem.spec.state import StateLayout
 
 
 def layout_of(parts: EngineParts) -> StateLayout:
-    return parts.model_config.state_layout(parts.plan.dtype, parts.plan.page_size, parts.plan.guesses)
+    return parts.model_config.state_layout(parts.plan.dtype, parts.plan.page_size, parts.plan.draft_tokens)
 
 
 def states_of(parts: EngineParts) -> StateArrays:
     plan, device = parts.plan, None if parts.handoff is None else parts.handoff.device
+    if parts.stages:
+        return allocate_stages(plan, parts.model_config, parts.stages)
     return allocate(layout_of(parts), plan.num_pages, device, plan.num_slots, plan.num_window_pages)
+
+
+def store_of(parts: EngineParts, pages: KVCache, slots: SlotMemory) -> StateStore:
+    layout, count = layout_of(parts), parts.plan.num_window_pages
+    windows, pool = WindowPages(layout, count) if count else None, SlotPool(slots) if layout.slot_bytes else None
+    if pool is not None and parts.leader is not None:
+        pool.on_copy = parts.leader.lists.copied
+    return StateStore(layout, pages, pool, windows)
+
+
+def pace_of(parts: EngineParts) -> PrefillPace:
+    """Where all experts travel in a step, others wait for it if it is short enough."""
+    seconds, most = parts.stream_seconds, parts.plan.max_step_tokens
+    one_rank = parts.handoff is None and parts.leader is None
+    pieces = parts.model.depth if one_rank and isinstance(parts.model, PausingModel) else 1
+    whole = seconds is not None and seconds <= MOST_SHARED_SECONDS
+    gpu = parts.plan.gpu  # with a ring, and without `seconds`, the CPU has a part in prompts
+    rows = 0 if gpu is None or gpu.ring_bytes else max(gpu.prompt_sizes, default=0)
+    return PrefillPace(most, seconds is not None, whole, pieces, rows, 0 if gpu is None else gpu.shared_tokens)
 
 
 def runner_of(parts: EngineParts, states: list[tuple[Tensor, ...]]) -> CpuRunner | GpuRunner:
     """It tells the other ranks each step, where this is the first of several."""
     make: Any = CpuRunner if parts.handoff is None or parts.plan.gpu is None else GpuRunner
+    if parts.stages:
+        make = StagedRunner
     if parts.leader is not None:
         from tandem.engine.ranks.ranked_runner import ranked  # and sockets, which one rank has no use for
 
@@ -42,7 +75,7 @@ def _cpu_runner(make: Any, parts: EngineParts, states: list[tuple[Tensor, ...]])
         page_size=plan.page_size,
         max_step_tokens=plan.max_step_tokens,
         usage=parts.usage,
-        guessing=plan.guesses > 0,
+        speculative=plan.draft_tokens > 0,
         windowed=plan.num_window_pages > 0,
         images_from=_images_from(parts),
     )
@@ -60,8 +93,9 @@ def _gpu_runner(make: Any, parts: EngineParts, states: list[tuple[Tensor, ...]])
     graphs = GraphPlan(
         plan.gpu.graph_sizes, -(-plan.context_length // plan.page_size), plan.gpu.settled_sizes, drafting=plan.drafts,
         windowed=plan.num_window_pages > 0, prompts=plan.gpu.prompt_sizes, alone=parts.prompts_alone,
-        splits=parts.split_prompts, each_row=plan.deterministic, guessing=plan.guesses > 0,
-        spared=plan.gpu.spared, one_stream=parts.group is not None, images_from=_images_from(parts),
+        splits=parts.split_prompts, each_row=plan.deterministic, speculative=plan.draft_tokens > 0,
+        reserved_sms=plan.gpu.reserved_sms, one_stream=parts.group is not None or bool(parts.stages),
+        images_from=_images_from(parts),
     )  # fmt: skip
     runner: GpuRunner = make(
         parts.model, states, parts.handoff, graphs, StepShape(plan.page_size, plan.max_step_tokens),

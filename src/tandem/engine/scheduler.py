@@ -22,10 +22,10 @@ Grow = Callable[[Sequence, int], bool]
 """Gets a sequence pages for so many guesses. False: there are none for them."""
 
 
-class Guesser(Protocol):
+class Proposer(Protocol):
     """Says what may come next."""
 
-    def guesses(self, sequences: Rows[Sequence], room: int, grow: Grow) -> Rows[tuple[int, ...]]:
+    def draft_tokens(self, sequences: Rows[Sequence], room: int, grow: Grow) -> Rows[tuple[int, ...]]:
         """Guessed tokens of each sequence, for the next step: at most `room` in all, and those that fit pages."""
         ...
 
@@ -53,15 +53,17 @@ class Scheduler:
         max_step_tokens: int,
         max_running: int,
         pace: PrefillPace | None = None,
-        guesser: Guesser | None = None,
+        proposer: Proposer | None = None,
+        on_admit: Callable[[Sequence], None] | None = None,
     ) -> None:
-        """pace: None for that of steps which take as long as they have tokens. guesser: None where nothing is
-        guessed."""
+        """pace: None for that of steps which take as long as they have tokens. proposer: None where nothing is
+        guessed. on_admit: called before a sequence's first chunk is cut."""
         self._store = store
         self.pace = pace or PrefillPace(max_step_tokens)
         # Each running sequence needs at least one row of a step, or the youngest could starve.
         self._max_running = min(max_running, max_step_tokens)
-        self._guesser, self._most_guess_rows = guesser, min(max_step_tokens, MAX_PROMPT_LOGITS_ROWS)
+        self._proposer, self._most_draft_rows = proposer, min(max_step_tokens, MAX_PROMPT_LOGITS_ROWS)
+        self._on_admit = on_admit
         self._blocked: tuple[Sequence, int] | None = None
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -101,7 +103,7 @@ class Scheduler:
             return chunks
         chunks += self.prompts(decoding, pauses)
         # Beside a prompt a guess would wait longer than it saves, and its cost could not be measured.
-        return self._with_guesses(chunks) if chunks and len(chunks) == decoding else chunks
+        return self._with_drafts(chunks) if chunks and len(chunks) == decoding else chunks
 
     def prompts(self, decoding: int, pauses: bool = True) -> list[Chunk]:
         """Chunks of prompts beside so many rows that decode, whose step may be under way: nobody loses pages."""
@@ -118,20 +120,20 @@ class Scheduler:
             rows -= chunk.logits - 1
         return chunks
 
-    def _with_guesses(self, chunks: list[Chunk]) -> list[Chunk]:
+    def _with_drafts(self, chunks: list[Chunk]) -> list[Chunk]:
         """Decode rows, and behind them rows of guesses. Nobody loses a page for a guess: each can have its next one."""
-        room = self._most_guess_rows - len(chunks)
-        if self._guesser is None or room <= 0:
+        room = self._most_draft_rows - len(chunks)
+        if self._proposer is None or room <= 0:
             return chunks
         left = len(chunks)
-        drafts = self._guesser.guesses(
+        drafts = self._proposer.draft_tokens(
             [c.sequence for c in chunks], room, lambda sequence, n: self._store.grow(sequence, n, left)
         )
         if not any(drafts):
             return chunks
         return [
-            Chunk(c.sequence, 1 + len(guesses), 1 + len(guesses), guesses) if guesses else c
-            for c, guesses in zip(chunks, drafts, strict=True)
+            Chunk(c.sequence, 1 + len(draft_tokens), 1 + len(draft_tokens), draft_tokens) if draft_tokens else c
+            for c, draft_tokens in zip(chunks, drafts, strict=True)
         ]
 
     def advance(self, chunk: Chunk) -> None:
@@ -163,8 +165,8 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         sequence.become(Status.FINISHED)
-        if self._guesser is not None:
-            self._guesser.forget(sequence)
+        if self._proposer is not None:
+            self._proposer.forget(sequence)
         self._wake_siblings(sequence)
 
     def _decoding(self) -> Iterator[Sequence]:
@@ -254,6 +256,8 @@ class Scheduler:
             sequence.cached_prompt_len = sequence.computed_len
         self.waiting.remove(sequence)
         insort(self.running, sequence, key=_by_arrival)
+        if self._on_admit is not None:
+            self._on_admit(sequence)
         return True
 
     def _wake_siblings(self, leader: Sequence) -> None:

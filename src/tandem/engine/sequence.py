@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem.engine.grammar.matcher import GrammarMatcher
-from tandem.engine.protocol import SamplingParams, TokenLogprob
+from tandem.engine.protocol import SamplingSettings, TokenLogprob
 from tandem.engine.sampling.masks import RowMasks
 from tandem.engine.sampling.repetitions import Repetitions
 from tandem.engine.vision.rows import ImageRows
@@ -72,6 +72,7 @@ class Sequence:
         "slots_taken",
         "started_at",
         "status",
+        "takes_best",
         "token_counts",
         "tokens",
         "window_end",
@@ -84,7 +85,7 @@ class Sequence:
         request_id: str,
         index: int,
         prompt_ids: list[int],
-        sampling: SamplingParams,
+        sampling: SamplingSettings,
         *,
         arrival: int,
         max_len: int,
@@ -121,7 +122,8 @@ class Sequence:
         self.leader: Sequence | None = None  # whose prompt pages this one shares (n > 1)
         self.siblings: list[Sequence] = []  # parked until this leader's prompt is computed
         self.prompt_logprobs: list[TokenLogprob] = []
-        self.token_counts: dict[int, int] | None = None  # penalties only, see engine/penalties.py
+        self.takes_best: bool | None = None  # whether its tokens are the best of their rows; None: not known yet
+        self.token_counts: dict[int, int] | None = None  # penalties only, see engine/sampling/penalties.py
         self.repetitions: Repetitions | None = None  # DRY only
         self.matcher: GrammarMatcher | None = None  # of the answer's grammar, if it has one
 
@@ -165,9 +167,9 @@ class Sequence:
         pages: list[int] = self.page_table[: self.num_pages].tolist()
         return pages
 
-    def pages_wanted(self, guesses: int = 0) -> int:
+    def pages_wanted(self, draft_tokens: int = 0) -> int:
         """Pages that hold all tokens known now, and so many that are guessed."""
-        return -(-(len(self.tokens) + guesses) // self.page_size)
+        return -(-(len(self.tokens) + draft_tokens) // self.page_size)
 
     @property
     def reusable_len(self) -> int:
@@ -230,19 +232,19 @@ class Sequence:
 class Chunk(NamedTuple):
     """Part of a sequence in one step: rows computed_len : computed_len + length, logits of the last `logits`.
 
-    The last rows are of `guesses`, tokens that the sequence does not have yet. Such a row counts only if all guesses up
-    to its own are what is chosen.
+    The last rows are of `draft_tokens`, which the sequence does not have yet. Such a row counts only if all draft
+    tokens up to its own are what is chosen.
     """
 
     sequence: Sequence
     length: int
     logits: int
-    guesses: tuple[int, ...] = ()
+    draft_tokens: tuple[int, ...] = ()
 
     @property
     def sure(self) -> int:
         """Rows of tokens that the sequence has."""
-        return self.length - len(self.guesses)
+        return self.length - len(self.draft_tokens)
 
     @property
     def prefills(self) -> bool:
@@ -258,7 +260,7 @@ class Chunk(NamedTuple):
     def tokens(self) -> list[int]:
         """Token ids of its rows, guesses last."""
         first = self.sequence.computed_len
-        return [*self.sequence.tokens[first : first + self.sure], *self.guesses]
+        return [*self.sequence.tokens[first : first + self.sure], *self.draft_tokens]
 
 
 def masks_of(sequences: Rows[Sequence]) -> RowMasks:

@@ -13,7 +13,7 @@ from tandem.kernels.packed.cache import KeptLayer
 from tandem.spec.activation import SILU, Activation
 
 
-class Experts(Protocol):
+class RoutedExperts(Protocol):
     """A layer's experts, wherever they live."""
 
     def load(self, feed: LayerFeed, cache: KeptLayer | None = None) -> None:
@@ -58,7 +58,7 @@ class Experts(Protocol):
 class ExpertStore(Protocol):
     """Decides where each routed expert lives."""
 
-    def layer(self, index: int, count: int, width: int, fmt: str, activation: Activation = SILU) -> Experts:
+    def layer(self, index: int, count: int, width: int, fmt: str, activation: Activation = SILU) -> RoutedExperts:
         """The experts of the index-th MoE layer; ids beyond the routed ones are shared experts."""
         ...
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.experts.cpu_experts import Experts
+from tandem.experts.cpu_experts import RoutedExperts
 from tandem.experts.feed import LayerFeed
 from tandem.experts.residency import Tier, on_tier
 from tandem.kernels.ops import ExpertBiases, Routing, SureRead
@@ -67,9 +67,9 @@ class LateTicket:
 
 
 class LateExperts:
-    """`Experts` of a layer, some late. Every row counts as one of a decode step."""
+    """`RoutedExperts` of a layer, some late. Every row counts as one of a decode step."""
 
-    def __init__(self, inner: Experts, deferral: Deferral | None, due: Due) -> None:
+    def __init__(self, inner: RoutedExperts, deferral: Deferral | None, due: Due) -> None:
         """deferral: None for a layer that only takes what is due."""
         self._inner, self._deferral, self._due = inner, deferral, due
 

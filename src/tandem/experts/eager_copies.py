@@ -1,4 +1,4 @@
-"""`Copies`: a layer's tokens to pinned memory and its experts' sum back, outside CUDA graphs of decode steps."""
+"""`EagerCopies`: a layer's tokens to pinned memory and its experts' sum back, outside CUDA graphs of decode steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def plain(pinned: Tensor) -> Tensor:
     return torch.from_numpy(pinned.numpy())
 
 
-class Copies:
+class EagerCopies:
     """Pinned buffers for steps outside graphs. Graphs of prompts record `send` and what reads `result`; the host calls
     `sent` and `compute` between them."""
 

@@ -142,8 +142,8 @@ class LayerFeed:
         """All experts as (first, their matrices). Threads find those that follow the first run; for that one, a thread
         would only be waited for.
 
-        What they get is a view of the mapped file, or codes and numbers made from it: at most 2 * CHUNK_BYTES of those
-        at a time, unless one expert is larger.
+        What they get is a view of the mapped file, or codes and numbers made from it. At most 2 * CHUNK_BYTES of those
+        are there at a time, unless one expert is larger.
         """
         demand, pending, first = Event(), list[Future[list[ExpertMatrices]]](), 0
         demand.set()

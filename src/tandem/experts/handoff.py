@@ -2,8 +2,8 @@
 
 Two ways. Outside CUDA graphs the stream copies into pinned memory, the calling thread waits for it, computes, and the
 stream copies back. Inside a graph nobody can be called: kernels post into mapped memory and wait for the answer
-(`mailbox_kernels`, csrc/experts/handoff/mailbox.h), and a thread of its own answers the posts: the calling one may
-stand in a call of the driver that waits for the graph. Host function nodes would do the same at 50 us a layer (measured
+(`mailbox_kernels`, csrc/experts/handoff/mailbox.h). A thread of its own answers the posts. The calling thread may stand
+in a call of the driver that waits for the graph. Host function nodes would do the same at 50 us a layer (measured
 on an H200; this way 8 us).
 
 The GPU's every wait is bounded: if the CPU's side throws, hangs or is gone, the kernels give up after
@@ -28,7 +28,7 @@ from torch import Tensor
 from tandem import _core
 from tandem.errors import EngineError
 from tandem.experts.deferral import Deferral
-from tandem.experts.eager_copies import Copies
+from tandem.experts.eager_copies import EagerCopies
 from tandem.experts.handoff_counts import HandoffSizes, HandoffTimes, HintCounts
 from tandem.experts.mailbox import Mailbox
 from tandem.kernels.cpu import PackedExperts
@@ -44,14 +44,17 @@ class Handoff:
         device: torch.device,
         patience_seconds: float,
         foresight: bool = True,
+        first: Handoff | None = None,
     ) -> None:
-        """foresight: graphs that are recorded from now on say which experts the next layer will probably want."""
+        """foresight: graphs that are recorded from now on say which experts the next layer will probably want. first:
+        of the stage before all others: stages have one mailbox, whose layers are numbered through all of them."""
         self.sizes, self.device, self.patience_seconds = sizes, device, patience_seconds
         self.foresight = foresight
         self.last = -1  # number of the layer whose post ends a step, said in posts that are recorded from then on
-        self._layers: list[PackedExperts] = []
+        self._first = first
+        self._layers: list[PackedExperts] = [] if first is None else first._layers
         self._deferring: dict[int, Deferral] = {}  # by layer
-        self._copies: Copies | None = None
+        self._copies: EagerCopies | None = None
         self._mailbox: Mailbox | None = None
         self._in_graph = self._rehearsing = False
 
@@ -73,14 +76,25 @@ class Handoff:
         """The CPU's experts, in the order of their numbers."""
         return self._layers
 
+    @property
+    def mailbox(self) -> Mailbox | None:
+        """None until a graph is recorded."""
+        return self._mailbox
+
+    def open_mailbox(self) -> Mailbox | None:
+        """Before a capture. None: no layer has experts on the CPU."""
+        if self._mailbox is None and self._layers:
+            opened = None if self._first is None else self._first.open_mailbox()
+            self._mailbox = Mailbox(self.sizes, self.device, self._layers, self.patience_seconds, opened)
+            for layer, deferral in self._deferring.items():
+                self._mailbox.defer(layer, deferral)
+        return self._mailbox
+
     @contextmanager
     def recording(self, rows: Tensor | None = None) -> Iterator[list[int]]:
         """Around a capture: posts go through the mailbox. The list is filled with the layers that were posted. rows
         int32 [1] on the device: how many of the graph's rows are real; the others are not posted. None: all are."""
-        if self._mailbox is None and self._layers:
-            self._mailbox = Mailbox(self.sizes, self.device, self._layers, self.patience_seconds)
-            for layer, deferral in self._deferring.items():
-                self._mailbox.defer(layer, deferral)
+        self.open_mailbox()
         posted: list[int] = []
         if self._mailbox is not None:
             self._mailbox.posted, self._mailbox.rows, self._mailbox.last = posted, rows, self.last
@@ -99,10 +113,10 @@ class Handoff:
         self.copies.sent(self._layers[layer])
 
     @property
-    def copies(self) -> Copies:
+    def copies(self) -> EagerCopies:
         """Copies for posts outside graphs of steps; graphs of prompts use them piece by piece."""
         if self._copies is None:
-            self._copies = Copies(self.sizes, self.device, self._check_parked)
+            self._copies = EagerCopies(self.sizes, self.device, self._check_parked)
         return self._copies
 
     def collect(self, tokens: int) -> Tensor:
@@ -151,9 +165,12 @@ class Handoff:
 
     def times(self) -> HandoffTimes:
         """Since the start, inside graphs and outside."""
-        outside = HandoffTimes() if self._copies is None else self._copies.times
         inside = HandoffTimes() if self._mailbox is None else self._mailbox.times()
-        return outside.plus(inside)
+        return self.outside_times().plus(inside)
+
+    def outside_times(self) -> HandoffTimes:
+        """Since the start, outside graphs."""
+        return HandoffTimes() if self._copies is None else self._copies.times
 
     def seconds_per_expert(self) -> float:
         """That the CPU took for an expert of graphs' posts, on average since the start; 0: there were none."""

@@ -22,29 +22,53 @@ UNITS_PER_BLOCK = 1024  # of 16 bytes, of the answer: more blocks would only pol
 
 
 class Mailbox:
-    """Mapped memory, the kernels around it, and the CPU's end of it."""
+    """Mapped memory, the kernels around it, and the CPU's end of it.
+
+    Stages on several GPUs have a mailbox each, all of them the same memory with one end on the CPU. Posts are counted
+    through all stages, so the count follows a step from GPU to GPU (`take_over`).
+    """
 
     def __init__(
-        self, sizes: HandoffSizes, device: torch.device, layers: list[PackedExperts], patience: float
+        self,
+        sizes: HandoffSizes,
+        device: torch.device,
+        layers: list[PackedExperts],
+        patience: float,
+        first: Mailbox | None = None,
     ) -> None:
+        """first: of the first stage, whose memory this one uses."""
         # Before a capture: compiling and loading a module may allocate and synchronise.
         self._kernels = kernels(device.index)
         shape = (sizes.mailbox_tokens, sizes.hidden, sizes.top_k, sizes.late)
         *self._at, size = _core.mailbox_offsets(*shape)
-        # Pinned memory is mapped into the GPU's address space at the same address (unified addressing).
-        self._memory = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self._words = self._memory.numpy().view(np.uint32)
-        self.core = _core.Mailbox(self._memory.numpy(), *shape)
-        for layer in layers:
-            self.add(layer)
-        self.thread = _core.PostThread(self.core)
-        self._state = torch.zeros(
-            2, dtype=torch.int32, device=device
-        )  # posts so far; whether the GPU gave up
         self._sizes, self._device, self._patience = sizes, device, patience
+        if first is None:
+            # Pinned memory is mapped into every GPU's address space at the same address (unified addressing).
+            self._memory = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+            self.core = _core.Mailbox(self._memory.numpy(), *shape)
+            for layer in layers:
+                self.add(layer)
+            self.thread = _core.PostThread(self.core)
+            self._all = [self]
+        else:
+            self._memory, self.core, self.thread, self._all = first._memory, first.core, first.thread, first._all
+            self._all.append(self)
+        self._words = self._memory.numpy().view(np.uint32)
+        self._state = self._counts(device)  # posts so far; whether the GPU gave up
         self.posted: list[int] = []
         self.rows: Tensor | None = None
         self.last = -1
+
+    def _counts(self, device: torch.device) -> Tensor:
+        """Those of the stages before on the same GPU, or new ones."""
+        same = (each._state for each in self._all if each is not self and each._device == device)
+        return next(same, torch.zeros(2, dtype=torch.int32, device=device))
+
+    def take_over(self, before: Mailbox) -> None:
+        """Before this stage's graph, or the next step's, in the order of what both GPUs were given: posts are counted
+        on from that stage."""
+        if self._state is not before._state:
+            self._state.copy_(before._state, non_blocking=True)
 
     def add(self, layer: PackedExperts) -> None:
         self.core.add(layer.core)
@@ -124,13 +148,14 @@ class Mailbox:
 
     def _recover(self) -> None:
         self._synchronize()  # ends within the kernels' patience
-        self._state.zero_()
+        for each in self._all:
+            each._state.zero_()
         self._synchronize()
         self.core.reset()
 
     def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        for device in {each._device for each in self._all if each._device.type == "cuda"}:
+            torch.cuda.synchronize(device)
 
     def used(self) -> tuple[int, int]:
         return self.core.posts, self.core.experts_used

@@ -1,23 +1,5 @@
-// The GPU's end of the hand-off; csrc/experts/handoff/mailbox.h draws the memory.
-typedef unsigned int u32;
-typedef unsigned long long u64;
-enum { POSTED = 0, LAYER = 1, TOKENS = 2, FLAGS = 3, DONE = 32, FAILED = 64, GAVE_UP = 96 };
-enum { HINTED = 128, HINT_LAYER = 129, HINT_IDS = 130 };
+// The GPU's end of the hand-off; mailbox_words.h names the words, csrc/experts/handoff/mailbox.h draws the memory.
 enum { COUNT = 0, BROKEN = 1 };  // of `state`, in GPU memory
-
-__device__ u32 read_word(const u32* p) {
-  u32 v;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
-__device__ void write_word(u32* p, u32 v) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" : : "l"(p), "r"(v) : "memory");
-}
-__device__ u64 nanoseconds() {
-  u64 t;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
-  return t;
-}
 
 // One block. x is copied in units of 16 bytes. Experts that have a slot on the GPU are left out. rows: how many of the
 // tokens are real, in GPU memory; null: all. The others only fill the graph up and are not posted.
@@ -46,15 +28,15 @@ extern "C" __global__ void post(u32* header, u32* state, const uint4* x, const i
     mail_weights[i] = weights[i];
   }
   if (threadIdx.x == 0) {
-    header[LAYER] = layer;
-    header[TOKENS] = count;
-    header[FLAGS] = flags;
+    header[kLayer] = layer;
+    header[kTokens] = count;
+    header[kFlags] = flags;
   }
   __threadfence_system();
   __syncthreads();  // after it: every thread has read the old number of posts
   if (threadIdx.x == 0) {
     state[COUNT] = number;
-    write_word(header + POSTED, number);
+    write_word(header + kPosted, number);
   }
 }
 
@@ -65,12 +47,12 @@ extern "C" __global__ void hint(u32* header, const u32* state, const int* ids, c
   for (int i = threadIdx.x; i < pairs; i += blockDim.x)
     mail_hints[i % each * (pairs / each) + i / each] = slots[i] >= 0 ? -1 : ids[i];
   if (threadIdx.x == 0) {
-    header[HINT_LAYER] = layer;
-    header[HINT_IDS] = pairs;
+    header[kHintLayer] = layer;
+    header[kHintIds] = pairs;
   }
   __threadfence_system();
   __syncthreads();
-  if (threadIdx.x == 0) write_word(header + HINTED, state[COUNT]);
+  if (threadIdx.x == 0) write_word(header + kHinted, state[COUNT]);
 }
 
 // Every block waits for the answer and copies its part. After a failure nobody waits again, and the result is NaN. Rows
@@ -84,11 +66,11 @@ extern "C" __global__ void collect(u32* header, u32* state, const float4* mail_r
     const u64 start = nanoseconds();
     answered = 0;
     for (u32 polls = 1; !answered && !*(volatile u32*)(state + BROKEN); ++polls) {
-      answered = read_word(header + DONE) == number;
-      const int gone = polls % 16 == 0 && (read_word(header + FAILED) || nanoseconds() - start > patience);
+      answered = read_word(header + kDone) == number;
+      const int gone = polls % 16 == 0 && (read_word(header + kFailed) || nanoseconds() - start > patience);
       if (!answered && gone) {
         *(volatile u32*)(state + BROKEN) = 1;
-        write_word(header + GAVE_UP, 1);
+        write_word(header + kGaveUp, 1);
       }
     }
   }

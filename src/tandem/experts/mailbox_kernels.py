@@ -7,14 +7,20 @@ after a fence of the whole system: a reader of the number sees all that was writ
 
 from __future__ import annotations
 
+import re
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from tandem.kernels.gpu.nvrtc import compiled, cuda_source
 
-GAVE_UP = 96  # the word of the header by which the GPU says so
+HEADER = Path(__file__).with_name("mailbox_words.h").read_text(encoding="utf-8")
+WORDS = {name: int(number) for name, number in re.findall(r"k(\w+) = (\d+)", HEADER)}
+"""Places of the words in a mailbox's header, by name: `Posted`, `Layer`, …"""
 
-SOURCE = cuda_source(__file__)
+GAVE_UP = WORDS["GaveUp"]  # the word by which the GPU says so
+
+SOURCE = HEADER + cuda_source(__file__)
 
 
 @cache

@@ -32,6 +32,10 @@ _MEAN_NOTHING = {
 _ONE_PROCESS = "Use 1: one engine process serves the model."
 
 
+FORMER = {"spared_multiprocessors": "prefill_reserved_sms"}
+"""Fields by their names of the last release, which this one takes, too."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Every flag as a field of the same name in snake case. Immutable; a wrong value raises ConfigError at once.
@@ -235,19 +239,24 @@ class EngineConfig:
     kt_enable_dynamic_expert_update: bool = flag(
         False, "Experts move to the GPU, and back, as the traffic uses them.", group=GPU
     )
+    disable_dynamic_expert_update: bool = flag(False, "Experts stay where they are.", group=GPU)
     disable_expert_foresight: bool = flag(
         False, "Fetch no expert weights before they are asked for.", group=GPU
     )
     kt_gpu_prefill_token_threshold: int | None = flag(
         None, "Rows from which a step brings the CPU's experts; 0: never.", group=GPU, minimum=0
     )  # fmt: skip
-    spared_multiprocessors: int = flag(
-        0, "Of the GPU, that prompts leave to those who decode.", group=GPU, minimum=0
+    prefill_reserved_sms: int = flag(
+        0, "Multiprocessors (SMs) that prompts leave to those who decode.", group=GPU, minimum=0
     )
 
     # --- several GPUs and hosts
     tensor_parallel_size: int = flag(
         1, "Processes that share the model, each on a GPU of its own.", group=HOSTS, aliases=["--tp", "--tp-size"],
+        minimum=1,
+    )  # fmt: skip
+    pipeline_parallel_size: int = flag(
+        1, "GPUs that each have some of the layers; they may be unequal.", group=HOSTS, aliases=["--pp", "--pp-size"],
         minimum=1,
     )  # fmt: skip
     nnodes: int = flag(
@@ -325,6 +334,7 @@ class EngineConfig:
     )
 
     given: frozenset[str] = field(default=frozenset(), repr=False, compare=False)  # fields named by the user
+    former: tuple[str, ...] = field(default=(), repr=False, compare=False)  # of `FORMER`, those that were named so
 
     def __post_init__(self) -> None:
         checked, reasons = flags.checked(FLAGS, {f.name: getattr(self, f.name) for f in FLAGS}, _MEAN_NOTHING)
@@ -345,6 +355,7 @@ class EngineConfig:
     def possible(cls, argv: Sequence[str]) -> tuple[EngineConfig | None, tuple[str, ...]]:
         """Configuration of the flags of a command line that can be met, and reasons for all others; None where no model
         is named."""
+        argv, former = flags.with_new_names(argv, FORMER)
         words, reasons = flags.parse(FLAGS, argv)
         fields, refused = flags.checked(FLAGS, words, _MEAN_NOTHING)
         reasons += refused
@@ -352,7 +363,7 @@ class EngineConfig:
             reasons += ["MODEL and --models are both given: give one"]
         if not fields.get("model") and not fields.get("models"):
             return None, ("no model is named; try `kt serve demo`, or --model DIRECTORY", *reasons)
-        return cls(**fields, given=frozenset(fields)), tuple(reasons)
+        return cls(**fields, given=frozenset(fields), former=tuple(former)), tuple(reasons)
 
     def without(self, fields: Iterable[str]) -> EngineConfig:
         """The same, with these as if they had not been given."""
@@ -362,20 +373,26 @@ class EngineConfig:
     @classmethod
     def from_keywords(cls, model: str, **keywords: Any) -> EngineConfig:
         """From Python keywords, aliases included (`tp=1`, `kt_amx_method="INT4"`). Raises ConfigError."""
-        fields = flags.rename_keywords(FLAGS, keywords)
-        return cls(model=str(model), **fields, given=frozenset(fields))
+        fields = flags.rename_keywords(FLAGS, keywords, FORMER)
+        former = tuple(name for name in FORMER if name in keywords)
+        return cls(model=str(model), **fields, given=frozenset(fields), former=former)
 
     def given_flags(self, names: Sequence[str]) -> list[str]:
         """Spellings of those of these fields that the user named or changed."""
         return [f.spellings[0] for f in FLAGS if f.name in names and self._is_given(f)]
 
     def notices(self) -> list[str]:
-        """One line per given flag that changes nothing; start-up prints them."""
+        """One line per given flag that changes nothing, or has its former name; start-up prints them."""
         lines = (flags.notice(f, getattr(self, f.name)) for f in FLAGS if self._is_given(f))
-        return [line for line in lines if line]
+        return [*map(_former_notice, self.former), *(line for line in lines if line)]
 
     def _is_given(self, f: Flag) -> bool:
         return f.name in self.given or getattr(self, f.name) != f.default
+
+
+def _former_notice(name: str) -> str:
+    old, new = ("--" + each.replace("_", "-") for each in (name, FORMER[name]))
+    return f"{old} is now {new}; the next release no longer takes the old name"
 
 
 FLAGS: tuple[Flag, ...] = flags.flags_of(EngineConfig)

@@ -277,9 +277,20 @@ def unknown_flag(name: str, known: Sequence[str]) -> str:
     return f"{prefix}{hint} (kt serve --help-all lists them)"
 
 
-def rename_keywords(flags: Sequence[Flag], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Python keywords, aliases included, → fields. Raises ConfigError naming the nearest known keyword."""
-    fields_by_keyword = {k: f.name for f in flags for k in f.keywords}
+def with_new_names(argv: Sequence[str], former: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """The words of a command line, with new names in place of former ones; and the former names that were used."""
+    old_fields = {"--" + old.replace("_", "-"): old for old in former}
+    used = [old_fields[flag] for word in argv if (flag := word.partition("=")[0]) in old_fields]
+    spelled = {flag: "--" + former[old].replace("_", "-") for flag, old in old_fields.items()}
+    words = (word.partition("=") for word in argv)
+    return [spelled.get(flag, flag) + equals + value for flag, equals, value in words], used
+
+
+def rename_keywords(
+    flags: Sequence[Flag], keywords: Mapping[str, Any], former: Mapping[str, str]
+) -> dict[str, Any]:
+    """Python keywords, aliases and former names included, → fields. Raises ConfigError naming the nearest known one."""
+    fields_by_keyword = {k: f.name for f in flags for k in f.keywords} | dict(former)
     by_field: dict[str, Any] = {}
     for keyword, value in keywords.items():
         if keyword not in fields_by_keyword:

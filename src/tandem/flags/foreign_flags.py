@@ -188,8 +188,6 @@ FOREIGN = {
     "--draft-max": _GUESSES,
     "--draft-n": _GUESSES,
     "-dev": _ONE_GPU,
-    "--pipeline-parallel-size": _ONE_MODEL,
-    "--pp-size": _ONE_MODEL,
     "--enable-dp-attention": _DP,
     "--enable-expert-parallel": _ONE_MODEL,
     "--enable-eplb": _ONE_MODEL,

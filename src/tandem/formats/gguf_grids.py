@@ -108,7 +108,7 @@ def gguf_iq1_s(data: Tensor) -> WeightCodes:
 
 
 def gguf_iq1_m(data: Tensor) -> WeightCodes:
-    """IQ1_M [N, K / 256 * 56]: 32 lower bytes of indices, 32 nibbles of 3 upper bits and a shift's sign, 4 words of 4
+    """IQ1_M [N, K / 256 * 56]: 32 lower bytes of indices; 32 nibbles of 3 upper bits and a shift's sign; 4 words of 4
     scales of 3 bits and a quarter of a half."""
     blocks = gguf_rows(data, 56)
     indices, upper = blocks[..., :32].int(), _fields(blocks[..., 32:48].int(), _NIBBLES, 15)

@@ -16,7 +16,7 @@ _PREFIX = "models--"
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredModel:
     """name: as `kt serve` takes it. nbytes: on the disk. whole: nothing is missing."""
 
     name: str
@@ -24,7 +24,7 @@ class Kept:
     whole: bool
 
 
-def kept_models() -> Iterator[Kept]:
+def kept_models() -> Iterator[StoredModel]:
     """Every model of the cache; each quantisation of a repository of GGUF files by itself."""
     for folder in sorted(cache_root().glob(f"{_PREFIX}*")):
         repo = folder.name.removeprefix(_PREFIX).replace("--", "/", 1)
@@ -32,16 +32,16 @@ def kept_models() -> Iterator[Kept]:
         rest = disk_bytes(folder) - sum(entry.nbytes for entry in quantised)
         if not quantised:
             snapshot = find_snapshot(HubName(repo))
-            yield Kept(repo, rest, snapshot is not None and snapshot.model is not None)
+            yield StoredModel(repo, rest, snapshot is not None and snapshot.model is not None)
         yield from quantised
 
 
-def _quantised(repo: str, folder: Path) -> Iterator[Kept]:
+def _quantised(repo: str, folder: Path) -> Iterator[StoredModel]:
     for snapshot in sorted((folder / "snapshots").glob("*")):
         names = [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*.gguf")]
         for model, files in gguf_variants(names).items():
             nbytes = sum((snapshot / file).stat().st_size for file in files)
-            yield Kept(f"{repo}:{model.rsplit('/', 1)[-1]}", nbytes, is_whole(files))
+            yield StoredModel(f"{repo}:{model.rsplit('/', 1)[-1]}", nbytes, is_whole(files))
 
 
 def disk_bytes(folder: Path) -> int:

@@ -1,4 +1,4 @@
-"""`BatchLayout`: which row of a step is which position of which sequence."""
+"""`KernelBatch`: which row of a step is which position of which sequence."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 
-class BatchLayout(Protocol):
+class KernelBatch(Protocol):
     """The part of `models.ForwardBatch` that kernels read: which row is which position of which sequence."""
 
     @property
@@ -31,4 +31,4 @@ class BatchLayout(Protocol):
     @property
     def sure(self) -> Tensor | None: ...  # int32 [S]
     @property
-    def windowed(self) -> BatchLayout: ...  # in the pages of layers that see a window
+    def windowed(self) -> KernelBatch: ...  # in the pages of layers that see a window

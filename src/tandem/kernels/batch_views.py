@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tandem import _core
-from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.batch_layout import KernelBatch
 
 KEPT = 2  # of a step: of layers that see all tokens, and of those that see a window
-Refill = Callable[[BatchLayout], None]
+Refill = Callable[[KernelBatch], None]
 """Gives views that a recording has the indices of another step. Raises KernelError as `BatchViews.of`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    batch: BatchLayout
+    batch: KernelBatch
     sizes: tuple[int, int]  # pages, and rows of one
     view: _core.BatchView
 
@@ -33,7 +33,7 @@ class BatchViews:
     def forget(self) -> None:
         self._kept, self._made = [], 0
 
-    def of(self, batch: BatchLayout, pages: Tensor | None) -> _core.BatchView:
+    def of(self, batch: KernelBatch, pages: Tensor | None) -> _core.BatchView:
         """pages: None where none are read. Raises KernelError when an index points outside them."""
         sizes = None if pages is None else (pages.shape[0], pages.shape[1])
         for each in self._kept:
@@ -46,7 +46,7 @@ class BatchViews:
         self._made += 1
         return entry.view
 
-    def refilled(self, batch: BatchLayout) -> Refill | None:
+    def refilled(self, batch: KernelBatch) -> Refill | None:
         """For views made since `forget`, of a step of `batch`. None: they cannot be told from the batch alone."""
         views, own = list(self._kept), (batch, batch.windowed)
         whose = [next((i for i, each in enumerate(own) if each is view.batch), None) for view in views]
@@ -55,7 +55,7 @@ class BatchViews:
 
         windowed = own[1] is not batch
 
-        def refill(other: BatchLayout) -> None:
+        def refill(other: KernelBatch) -> None:
             assert (other.windowed is not other) == windowed, "a step with windows, repeated as one without"
             for view, which in zip(views, whose, strict=True):
                 view.view.become(checked(other.windowed if which else other, *view.sizes))
@@ -63,9 +63,9 @@ class BatchViews:
         return refill
 
 
-def checked(batch: BatchLayout, num_pages: int, page_size: int) -> _core.BatchView:
+def checked(batch: KernelBatch, num_pages: int, page_size: int) -> _core.BatchView:
     """Raises KernelError when an index points outside the cache."""
-    guess_fields = {} if batch.folded is None else {"folded": batch.folded, "sure": batch.sure}
+    draft_fields = {} if batch.folded is None else {"folded": batch.folded, "sure": batch.sure}
     return _core.BatchView(
         positions=batch.positions if batch.turns is None else batch.turns,  # the core only turns rows by them
         cache_slots=batch.cache_slots,
@@ -75,5 +75,5 @@ def checked(batch: BatchLayout, num_pages: int, page_size: int) -> _core.BatchVi
         page_size=page_size,
         num_pages=num_pages,
         slots=batch.slots,
-        **guess_fields,
+        **draft_fields,
     )

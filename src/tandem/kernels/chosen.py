@@ -1,4 +1,4 @@
-"""`Chosen`: which tokens each row attends to, where not all before it."""
+"""`SelectedKeys`: which tokens each row attends to, where not all before it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Chosen(NamedTuple):
+class SelectedKeys(NamedTuple):
     """Cache rows that a step's rows attend to: rows int32 [T, budget], in the order of their positions. The first
     counts int32 [T] of them count; the others are 0."""
 

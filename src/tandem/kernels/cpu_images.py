@@ -17,7 +17,7 @@ from torch import Tensor
 from tandem.kernels.images import ImageShape
 
 
-class Threads:
+class ImageThreads:
     """Started when an image comes. They may run wherever this thread could when they were made: it has a CPU of its own
     later, which they would inherit."""
 
@@ -35,7 +35,7 @@ class Threads:
 class OnThreads:
     """`ImageAttention`: each thread has some heads."""
 
-    def __init__(self, threads: Threads, shape: ImageShape, dtype: torch.dtype) -> None:
+    def __init__(self, threads: ImageThreads, shape: ImageShape, dtype: torch.dtype) -> None:
         self._threads, each = threads, -(-shape.heads // threads.count)
         self._parts = [slice(first, first + each) for first in range(0, shape.heads, each)]
         self._kv = torch.empty(0), torch.empty(0)

@@ -17,21 +17,21 @@ from tandem import _core
 from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.kernels import gates
-from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.batch_layout import KernelBatch
 from tandem.kernels.batch_views import BatchViews
 from tandem.kernels.cpu import PackedExperts, PackedHeads, PackedMatrix
-from tandem.kernels.cpu_images import OnThreads, Threads
+from tandem.kernels.cpu_images import ImageThreads, OnThreads
 from tandem.kernels.gates import without_gates
 from tandem.kernels.in_memory import InMemory
 from tandem.kernels.one_expert import OneExpert
 from tandem.kernels.ops import (
     NO_NORMS,
     Addend,
+    ColumnCopy,
     ColumnRun,
-    Columns,
     HeadNorms,
     Recorded,
-    Rope,
+    RopeTables,
     Step,
     SureRead,
 )
@@ -74,7 +74,7 @@ class CpuOps(InMemory):
         self.dense = _core.DenseOps(pool, tier)
         self.workspace = _core.Workspace(pool, tier, one_way=deterministic and tier in TILED)
         self._views = BatchViews()
-        self.image_attention = partial(OnThreads, Threads(len(pool)))
+        self.image_attention = partial(OnThreads, ImageThreads(len(pool)))
 
     def linear(self, weight: Weight | Blocks, bias: Tensor | None = None, fmt: str = "bf16") -> PackedMatrix:
         if isinstance(weight, WeightCodes):
@@ -84,7 +84,7 @@ class CpuOps(InMemory):
     def per_head(self, weights: Tensor, fmt: str = "bf16") -> PackedHeads:
         return PackedHeads(self.workspace, weights, fmt)
 
-    def columns(self, runs: Sequence[ColumnRun]) -> Columns:
+    def columns(self, runs: Sequence[ColumnRun]) -> ColumnCopy:
         return _core.Columns(self.pool, [(r.source, r.step, r.target, r.width) for r in runs]).copy
 
     def experts(
@@ -112,7 +112,7 @@ class CpuOps(InMemory):
         for i, (weights, _) in enumerate(packed):
             weights.read_next(_ahead([span for _, ranges in packed[i + 1 :] for span in ranges], limit))
 
-    def record(self, step: Step, x: Tensor, batch: BatchLayout) -> tuple[Tensor, Recorded | None]:
+    def record(self, step: Step, x: Tensor, batch: KernelBatch) -> tuple[Tensor, Recorded | None]:
         own, recording = x.clone(), _core.Recording()
         self._views.forget()
         with recording, OnlyAllocations() as torch_calls:
@@ -139,8 +139,8 @@ class CpuOps(InMemory):
     def rope_store(
         self,
         qkv: Tensor,
-        rope: Rope,
-        batch: BatchLayout,
+        rope: RopeTables,
+        batch: KernelBatch,
         k_pages: Tensor,
         v_pages: Tensor,
         heads: int,
@@ -166,7 +166,7 @@ class CpuOps(InMemory):
         q: Tensor,
         k_pages: Tensor,
         v_pages: Tensor,
-        batch: BatchLayout,
+        batch: KernelBatch,
         scale: float,
         window: int = 0,
         sinks: Tensor | None = None,
@@ -184,7 +184,7 @@ class CpuOps(InMemory):
     def bound(self, shape: object, *weights: object) -> Any:
         return bound_by(("cpu", "torch"), self, shape, weights)
 
-    def view_of(self, batch: BatchLayout, pages: Tensor | None = None) -> _core.BatchView:
+    def view_of(self, batch: KernelBatch, pages: Tensor | None = None) -> _core.BatchView:
         """The step's checked indices: its layers ask for the same few. pages: None where none are read."""
         return self._views.of(batch, pages)
 

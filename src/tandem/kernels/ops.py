@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from tandem.formats.codes import Blocks, Weight, WeightCodes
-from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.batch_layout import KernelBatch
 from tandem.kernels.images import ImageAttention, ImageShape
 from tandem.kernels.ranks.group import Group
 from tandem.spec.activation import SILU, Activation
 
 
 @dataclass(frozen=True, slots=True)
-class Rope:
+class RopeTables:
     """Rotary tables, float32 [max_positions, rotary_dim / 2]. Elements past rotary_dim are not turned.
 
     Half-split pairing: element i turns with element i + rotary_dim / 2 (GPT-NeoX, Llama in Transformers).
@@ -96,7 +96,7 @@ class ColumnRun(NamedTuple):
     step: int = 1
 
 
-class Columns(Protocol):
+class ColumnCopy(Protocol):
     """Columns of one array as columns of another. `columns(x, out)`; other columns of `out` stay as they are."""
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
@@ -174,7 +174,7 @@ Step = Callable[[Tensor, Any], Tensor]  # of an input and its batch
 class Recorded(Protocol):
     """A step of a fixed number of rows, remembered by `Ops.record`."""
 
-    def __call__(self, x: Tensor, batch: BatchLayout) -> Tensor:
+    def __call__(self, x: Tensor, batch: KernelBatch) -> Tensor:
         """The same operations on other values of the same shapes. The result is valid until the next call."""
         ...
 
@@ -207,8 +207,8 @@ class Ops(Protocol):
         ...
 
     def lookup(self, find: Lookup, rows: int, in_ram: bool = False) -> Lookup:
-        """`find` for ids where the operations are: a mapped file's rows as they are, or all `rows` in GPU memory, or
-        with `in_ram` in pinned CPU memory that the GPU reads."""
+        """`find` for ids where the operations are. A mapped file's rows stay as they are; others are all in GPU memory,
+        or with `in_ram` in pinned CPU memory that the GPU reads."""
         ...
 
     def reads(self, weight: WeightCodes) -> bool:
@@ -233,7 +233,7 @@ class Ops(Protocol):
         """Tells in which order a step reads weights, so that the next ones are fetched while nothing else is."""
         ...
 
-    def record(self, step: Step, x: Tensor, batch: BatchLayout) -> tuple[Tensor, Recorded | None]:
+    def record(self, step: Step, x: Tensor, batch: KernelBatch) -> tuple[Tensor, Recorded | None]:
         """Calls step(x, batch), which may change x, and remembers what it did, to do it again without Python.
 
         None where that cannot be: the step used an operation that is not of this class.
@@ -254,8 +254,8 @@ class Ops(Protocol):
     def rope_store(
         self,
         qkv: Tensor,
-        rope: Rope,
-        batch: BatchLayout,
+        rope: RopeTables,
+        batch: KernelBatch,
         k_pages: Tensor,
         v_pages: Tensor,
         heads: int,
@@ -277,7 +277,7 @@ class Ops(Protocol):
         q: Tensor,
         k_pages: Tensor,
         v_pages: Tensor,
-        batch: BatchLayout,
+        batch: KernelBatch,
         scale: float,
         window: int = 0,
         sinks: Tensor | None = None,

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem import _core
-from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.batch_layout import KernelBatch
 from tandem.kernels.batch_views import Refill
 
 # Calls of torch that may be left out when a step is repeated: they only name memory, which the recording keeps.
@@ -50,7 +50,7 @@ class RecordedStep:
     def __init__(self, recording: _core.Recording, x: Tensor, result: Tensor, refill: Refill) -> None:
         self._recording, self._x, self._result, self._refill = recording, x, result, refill
 
-    def __call__(self, x: Tensor, batch: BatchLayout) -> Tensor:
+    def __call__(self, x: Tensor, batch: KernelBatch) -> Tensor:
         """Raises KernelError when an index points outside the cache."""
         self._refill(batch)
         self._x.copy_(x)

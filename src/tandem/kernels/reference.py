@@ -18,7 +18,7 @@ from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.cut import one_tensor
 from tandem.formats.reference import decoded
 from tandem.kernels import gates
-from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.batch_layout import KernelBatch
 from tandem.kernels.fit import as_packed
 from tandem.kernels.gates import without_gates
 from tandem.kernels.images import ByTorch
@@ -27,12 +27,12 @@ from tandem.kernels.one_expert import OneExpert
 from tandem.kernels.ops import (
     NO_NORMS,
     Addend,
+    ColumnCopy,
     ColumnRun,
-    Columns,
     ExpertBiases,
     HeadNorms,
     Recorded,
-    Rope,
+    RopeTables,
     Step,
     SureRead,
 )
@@ -163,7 +163,7 @@ class TorchOps(InMemory):
     def per_head(self, weights: Tensor, fmt: str = "bf16") -> TorchPerHead:
         return TorchPerHead(weights, fmt)
 
-    def columns(self, runs: Sequence[ColumnRun]) -> Columns:
+    def columns(self, runs: Sequence[ColumnRun]) -> ColumnCopy:
         sources = torch.cat([run.source + run.step * torch.arange(run.width) for run in runs])
         targets = torch.cat([run.target + torch.arange(run.width) for run in runs])
 
@@ -183,7 +183,7 @@ class TorchOps(InMemory):
     def read_in_order(self, reads: Sequence[SureRead]) -> None:
         """Nothing to prepare: torch reads weights when it multiplies."""
 
-    def record(self, step: Step, x: Tensor, batch: BatchLayout) -> tuple[Tensor, Recorded | None]:
+    def record(self, step: Step, x: Tensor, batch: KernelBatch) -> tuple[Tensor, Recorded | None]:
         return step(x, batch), None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -202,8 +202,8 @@ class TorchOps(InMemory):
     def rope_store(
         self,
         qkv: Tensor,
-        rope: Rope,
-        batch: BatchLayout,
+        rope: RopeTables,
+        batch: KernelBatch,
         k_pages: Tensor,
         v_pages: Tensor,
         heads: int,
@@ -235,7 +235,7 @@ class TorchOps(InMemory):
         q: Tensor,
         k_pages: Tensor,
         v_pages: Tensor,
-        batch: BatchLayout,
+        batch: KernelBatch,
         scale: float,
         window: int = 0,
         sinks: Tensor | None = None,
@@ -258,7 +258,7 @@ class TorchOps(InMemory):
     image_attention = ByTorch
 
 
-def _rotate(x: Tensor, rope: Rope, positions: Tensor) -> Tensor:
+def _rotate(x: Tensor, rope: RopeTables, positions: Tensor) -> Tensor:
     """x [T, n, D] turned by its position; tables, products and sum in x's dtype."""
     half = rope.rotary_dim // 2
     cos = rope.cos[positions][:, None].to(x.dtype)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.batch_layout import KernelBatch
 
 T = TypeVar("T")
 
@@ -84,17 +84,17 @@ class StepRows:
         return slots, self.positions % size
 
 
-class Step(Protocol):
+class StepContext(Protocol):
     """Rows of a step: none is a guess, where nothing else is said. The C++ core asks for `batch` alone."""
 
     @property
-    def batch(self) -> BatchLayout: ...
+    def batch(self) -> KernelBatch: ...
 
     @property
     def rows(self) -> StepRows: ...
 
 
-def step_rows(batch: BatchLayout) -> StepRows:
+def step_rows(batch: KernelBatch) -> StepRows:
     """Rows that only fill up a graph's batch have slot 0, and are copies of the last one. They get its slot, so that
     they compute and write the same as it does."""
     slots, starts, lens = batch.slots.long(), batch.query_starts.long(), batch.seq_lens.long()

@@ -15,7 +15,7 @@ MANY_TOKENS, MANY_PAIRS = (
 )  # where they cannot be: from so many tokens and pairs of an expert they are unpacked
 
 
-class Way(Enum):
+class ExpertPath(Enum):
     """Kernels that take a step's rows through a layer's experts on the GPU."""
 
     MMA = "mma/expert_mma"
@@ -41,14 +41,14 @@ def from_codes(pairs: int, experts: int) -> bool:
     return pairs <= CODES_PAIRS * experts
 
 
-def gpu_way(tokens: int, pairs: int, experts: int, reads: Reads) -> Way:
+def gpu_way(tokens: int, pairs: int, experts: int, reads: Reads) -> ExpertPath:
     """pairs: (token, expert) pairs of the step; experts: of the layer."""
     if tokens <= FEW_TOKENS or reads.each_row:
-        return Way.MMA if reads.mma else Way.ROWS
+        return ExpertPath.MMA if reads.mma else ExpertPath.ROWS
     if reads.codes and from_codes(pairs, experts):
-        return Way.CODES
+        return ExpertPath.CODES
     many = tokens >= MANY_TOKENS and pairs >= MANY_PAIRS * experts
-    return Way.PROMPTS if reads.prompts and many else Way.TILES
+    return ExpertPath.PROMPTS if reads.prompts and many else ExpertPath.TILES
 
 
 class Kernel(NamedTuple):
@@ -67,11 +67,11 @@ def cpu_kernel(workspace: _core.Workspace, fmt: str, rows: int) -> Kernel:
 
 
 _WHY = {
-    Way.MMA: f"at most {FEW_TOKENS} tokens: each pair streams its codes through tensor cores",
-    Way.ROWS: f"at most {FEW_TOKENS} tokens: each pair streams its weights",
-    Way.TILES: "tiles of rows share the weights of their expert",
-    Way.CODES: f"at most {CODES_PAIRS} pairs an expert: tiles of rows share the codes of their expert",
-    Way.PROMPTS: f"{MANY_TOKENS} tokens and {MANY_PAIRS} pairs an expert: weights are unpacked once",
+    ExpertPath.MMA: f"at most {FEW_TOKENS} tokens: each pair streams its codes through tensor cores",
+    ExpertPath.ROWS: f"at most {FEW_TOKENS} tokens: each pair streams its weights",
+    ExpertPath.TILES: "tiles of rows share the weights of their expert",
+    ExpertPath.CODES: f"at most {CODES_PAIRS} pairs an expert: tiles of rows share the codes of their expert",
+    ExpertPath.PROMPTS: f"{MANY_TOKENS} tokens and {MANY_PAIRS} pairs an expert: weights are unpacked once",
 }
 
 

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 
 from tandem._core import WorkerPool
 from tandem.machine.machine import Machine
-from tandem.planner.choices.threads import Threads
+from tandem.planner.choices.threads import ThreadPlan
 from tandem.planner.plan import Plan
 
 
-def planned_pool(plan: Plan | Threads) -> WorkerPool:
+def planned_pool(plan: Plan | ThreadPlan) -> WorkerPool:
     """One worker per thread of the plan."""
     return WorkerPool(list(plan.cpus), nodes=list(plan.parts), memory_nodes=list(plan.part_nodes))
 

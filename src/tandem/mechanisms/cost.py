@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from tandem.mechanisms.slices import has_part, part_of
 from tandem.spec.gpu_scratch import StepSize
 from tandem.spec.rope import Rope
-from tandem.spec.stored import StoredFormats, Table
+from tandem.spec.stored import RowTable, StoredFormats
 
 Shape = TypeVar("Shape")
 
@@ -109,7 +109,7 @@ class Cost(Generic[Shape]):
         return 0
 
     @property
-    def tables(self) -> tuple[Table, ...]:
+    def tables(self) -> tuple[RowTable, ...]:
         """That it reads row by row."""
         return ()
 

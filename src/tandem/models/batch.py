@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 @dataclass(slots=True)
-class Seen:
+class ImageRowBatch:
     """Rows of a batch that stand for pieces of images. Their embedding is given, and they turn by three positions.
 
     Row i of them turns by row `first` + i of the rotary tables, which is made when a pass begins. What follows the
@@ -47,7 +47,7 @@ class ForwardBatch:
         None  # int32 [S]: rows that are tokens for certain; None: all, or the first of a slot's where rows are apart
     )
     turns: Tensor | None = None  # int64 [T]: rows of the rotary tables; None: they are the positions
-    seen: Seen | None = None  # None: all rows are tokens
+    seen: ImageRowBatch | None = None  # None: all rows are tokens
     windows: ForwardBatch | None = (
         None  # the same rows, in the pages of layers that see a window; None: in those of all layers
     )

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from tandem.checkpoint import Checkpoint
 from tandem.errors import CheckpointError, KernelError
-from tandem.experts import CpuExperts, ExpertFeed, ExpertMatrices, Experts, ExpertStore
+from tandem.experts import CpuExperts, ExpertFeed, ExpertMatrices, ExpertStore, RoutedExperts
 from tandem.experts.feed import LayerMatrices, packable
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.cut import arranged, form_of, numbers, stacked, together, weight_bytes
-from tandem.kernels.ops import MLP, ExpertBiases, Linear, Ops, Rope, Tally
+from tandem.kernels.ops import MLP, ExpertBiases, Linear, Ops, RopeTables, Tally
 from tandem.kernels.packed.cache import PackedCache
 from tandem.mechanisms.dense.shape import Dense
 from tandem.mechanisms.experts import shape as shapes
@@ -29,7 +29,7 @@ from tandem.spec import rope as config_rope
 from tandem.spec.model_config import STORED, ModelConfig, drafts, moe_index
 from tandem.spec.norm import Norm
 from tandem.spec.shard import ALL, Share, Size, cuts_of, whole_of
-from tandem.spec.stored import Table
+from tandem.spec.stored import RowTable
 from tandem.spec.vision import image_turns
 
 Orders = Sequence[Sequence[slice]]
@@ -59,7 +59,7 @@ class Builder:
         self.mlp_format = (
             STORED if plan.dense_codes else self.dense_format
         )  # of dense MLPs and shared experts
-        self._ropes: dict[config_rope.Rope, Rope] = {}
+        self._ropes: dict[config_rope.Rope, RopeTables] = {}
         self._store = store
         self._report = progress or (lambda _name, _done, _total: None)
         self._done, self._total = 0, checkpoint.nbytes()
@@ -73,17 +73,20 @@ class Builder:
         self._read_ahead(0)
         self._read_ahead(1)
 
-    def rope(self, shape: config_rope.Rope) -> Rope:
+    def place(self, layer: int) -> None:
+        """Whatever is built from now on is computed where decoder layer `layer` is: on one device, all layers."""
+
+    def rope(self, shape: config_rope.Rope) -> RopeTables:
         """Its tables for every position of the plan's context; layers that turn alike share them."""
         halves = replace(shape, pairs="halves")
         if halves not in self._ropes:
             image_rows = image_turns(self.config.vision, self.plan.max_step_tokens)
             table = rope_table(shape, self.plan.context_length + image_rows)
-            self._ropes[halves] = Rope(self.ops.resident(table.cos), self.ops.resident(table.sin))
+            self._ropes[halves] = RopeTables(self.ops.resident(table.cos), self.ops.resident(table.sin))
         return self._ropes[halves]
 
     @property
-    def turning(self) -> list[tuple[Rope, Tensor]]:
+    def turning(self) -> list[tuple[RopeTables, Tensor]]:
         """Rotary tables by which rows of images turn, and which of three positions turns each pair, int64 [pairs]."""
         vision = self.config.vision
         axes = None if vision is None else torch.tensor(vision.axes)
@@ -108,7 +111,7 @@ class Builder:
         CPU memory whatever computes."""
         return self.ops.lookup(self.checkpoint.lookup(name, (rows, columns)), rows, in_ram)
 
-    def table(self, module: str, shape: Table) -> Callable[[Tensor], Tensor]:
+    def table(self, module: str, shape: RowTable) -> Callable[[Tensor], Tensor]:
         """Numbers of rows, int64 [n] → rows [n, width], of the stored type or float32. They are read where the plan
         has the table, each time."""
         done, total = 0, shape.rows * shape.width
@@ -191,12 +194,12 @@ class Builder:
         shape: shapes.Experts,
         matrices_of: LayerMatrices,
         biases: ExpertBiases | None = None,
-    ) -> Experts:
+    ) -> RoutedExperts:
         """The experts of decoder layer `layer`, packed from `matrices_of(layer)(expert)`; meanwhile those of the next
         MoE layer are looked up. Where the plan says "stored", codes stay as they are."""
         fmt, count = self.plan.expert_format, shape.count
         plain, index = self.dense_format if fmt == STORED else fmt, moe_index(self.config, layer)
-        experts: Experts
+        experts: RoutedExperts
         if self._store is not None:
             experts = self._store.layer(index, count, shape.width, plain, shape.activation)
         else:
@@ -306,10 +309,10 @@ def named_errors(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path}: {error}; --kt-method BF16 decodes them") from error
 
 
-def rope_table(rope: config_rope.Rope, positions: int) -> Rope:
+def rope_table(rope: config_rope.Rope, positions: int) -> RopeTables:
     """cos and sin of position * frequency, times the table's factor, float32 [positions, rotary channels / 2]."""
     inverse = torch.tensor(rope.frequencies())
     if rope.scaling is None:  # as Transformers computes it, to the last bit
         inverse = 1.0 / rope.theta ** (torch.arange(0, rope.dims, 2, dtype=torch.float32) / rope.dims)
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * inverse
-    return Rope(angles.cos() * rope.table_factor, angles.sin() * rope.table_factor)
+    return RopeTables(angles.cos() * rope.table_factor, angles.sin() * rope.table_factor)

@@ -1,4 +1,4 @@
-"""`DraftBlock`: layers that guess a block of tokens at once (`config.speculation.drafts.GuessBlock`), in `Ops` only."""
+"""`DraftBlock`: layers that guess a block of tokens at once (`spec.drafts.DraftBlockShape`), in `Ops` only."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class DraftBlock:
             for stage in range(self.block.layers)
         ]
         self._streams = summed_up(b, self._hyper, at.streams)
-        self._pairs = _Pairs(b, at, self.block.rank)
+        self._pairs = _TokenPairs(b, at, self.block.rank)
 
     def __call__(
         self, embedding: Embedding, head: Linear, batch: ForwardBatch, states: States
@@ -95,7 +95,7 @@ def _attention(layer: DecoderLayer) -> SeesBlocks:
     return operator
 
 
-class _Pairs:
+class _TokenPairs:
     """Which token follows which: the token before a guess moves its logits. So a block's guesses are made in turn."""
 
     def __init__(self, b: Builder, at: BlockNames, rank: int) -> None:
@@ -108,12 +108,12 @@ class _Pairs:
 
     def __call__(self, before: Tensor, logits: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """before [R]; logits float32 [R, n, vocab], of the block alone; x [R, n, hidden]: before the last norm."""
-        guesses, chances = [before], list[Tensor]()
+        draft_tokens, chances = [before], list[Tensor]()
         for i in range(logits.shape[1]):
-            earlier = self._earlier(guesses[-1]).to(self._dtype)
-            guesses.append((logits[:, i] + self._later(earlier, torch.float32)).argmax(-1))
+            earlier = self._earlier(draft_tokens[-1]).to(self._dtype)
+            draft_tokens.append((logits[:, i] + self._later(earlier, torch.float32)).argmax(-1))
             chances.append(self._chance(x[:, i], earlier))
-        return torch.stack(guesses[1:], 1), torch.stack(chances, 1)
+        return torch.stack(draft_tokens[1:], 1), torch.stack(chances, 1)
 
     def _chance(self, x: Tensor, earlier: Tensor) -> Tensor:
         """That a guess comes, [R]; 1 where the checkpoint does not say."""

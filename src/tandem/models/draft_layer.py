@@ -82,7 +82,7 @@ class DraftLayer:
         rows = step_rows(batch)
         return memory[rows.slots[rows.sequence], rows.positions % memory.shape[1]]
 
-    def guesses(self, x: Tensor, head: Linear) -> Tensor:
+    def draft_tokens(self, x: Tensor, head: Linear) -> Tensor:
         """The likeliest tokens behind rows of what the layer returned, int64 [R]. head: the model's."""
         if not len(x):
             return x.new_empty(0, dtype=torch.int64)

@@ -11,7 +11,7 @@ from tandem.architectures import family_of
 from tandem.architectures.names import Names
 from tandem.formats.cut import numbers
 from tandem.kernels.ops import Linear, Ops, Recorded
-from tandem.models.batch import ForwardBatch, Seen
+from tandem.models.batch import ForwardBatch, ImageRowBatch
 from tandem.models.builder import Builder
 from tandem.models.draft_block import DraftBlock
 from tandem.models.draft_layer import DraftLayer, head_name, hidden_rows
@@ -40,12 +40,14 @@ class Model:
     def __init__(self, b: Builder) -> None:
         config = b.config
         self.config, self.ops, self.dtype = config, b.ops, b.dtype
+        b.place(len(config.layers) - 1)
         self.head = head_of(b)
         self.final_norm = final_norm_of(b)
         names = names_of(b)
         self.ending = end_of(b, names)
         self.layers: list[DecoderLayer] = []
         for index in range(len(config.layers)):
+            b.place(index)
             self.layers.append(decoder_layer(b, index, names))
             b.layer_done(index)
         _join_late(b.ops, self.layers, self.ending)
@@ -60,6 +62,7 @@ class Model:
         self._recorded_cache: Tensor | None = None
         b.all_done()
         self._turning, self._streams = b.turning, b.config.layers[0].hyper
+        b.place(0)
         # Stays in the mapped file, as it is stored: a step reads a few rows of it.
         self.embedding = embedding_of(b)
 
@@ -89,7 +92,7 @@ class Model:
         if hidden is None:
             hidden = self.drafter.hidden_of(batch, states[-1][0])
         x, hidden = self.drafter(self.embedding(batch.input_ids), hidden, batch, states[first:-1])
-        return self.drafter.guesses(x, self.head), hidden
+        return self.drafter.draft_tokens(x, self.head), hidden
 
     def _logits_rows(self, x: Tensor, p: Pass, states: States) -> Tensor:
         """The rows whose logits are wanted. Where a draft layer follows, x has all rows, and it can read them later."""
@@ -114,7 +117,7 @@ class Model:
             embedded[batch.seen.rows] = batch.seen.features[:, 0].to(self.dtype)
         return embedded
 
-    def _turned(self, images: Seen) -> None:
+    def _turned(self, images: ImageRowBatch) -> None:
         """Makes the rows of the rotary tables that image rows turn by: each pair has that of one of three positions."""
         for rope, axes in self._turning:
             places, rows = images.places[:, axes], slice(images.first, images.first + len(images.rows))

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from tandem.architectures.names import Names
-from tandem.experts import Experts
+from tandem.experts import RoutedExperts
 from tandem.kernels.joined import AfterNorm
 from tandem.kernels.ops import SureRead
 from tandem.kernels.step_rows import BlockRows, StepRows
@@ -37,7 +37,7 @@ class Routed(ABC):
 
     first: AfterNorm | None  # what x is multiplied with first, if its norm may be a part of that
     joins_late: bool  # whoever takes the result adds the shared expert's, which is left in the pass
-    experts: Experts
+    experts: RoutedExperts
     sums_itself = False  # results are whole where ranks share the block; else they are summands
 
     @abstractmethod

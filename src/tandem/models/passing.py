@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tandem.kernels.chosen import Chosen
+from tandem.kernels.chosen import SelectedKeys
 from tandem.kernels.ops import Addend, Linear, Tally
 from tandem.kernels.step_rows import StepRows, step_rows
 from tandem.models.batch import ForwardBatch
@@ -48,7 +48,7 @@ class Pass:
     pending: Tensor | None = None
     mix: Mix | None = None
     beside: Addend | None = None
-    links: dict[int, Chosen | None] = field(default_factory=dict)
+    links: dict[int, SelectedKeys | None] = field(default_factory=dict)
     tallies: Sequence[Tally] | None = None
     indices: StepRows | None = None
     begun: tuple[object, Tensor] | None = None  # a block's first product, made with the norm before it

@@ -31,7 +31,7 @@ def check_headers(config: ModelConfig, plan: Plan, checkpoint: Checkpoint) -> No
         Model(Builder(config, small, HeadersOnly(checkpoint), cast(Ops, _NoOps())))
 
 
-class _Nothing:
+class _NoWeight:
     """Stands for whatever operations make of weights. Nobody calls it."""
 
     out_features = in_features = bytes_per_expert = 0
@@ -59,8 +59,8 @@ class _NoOps:
         return False
 
     def read_in_order(self, reads: object) -> None: ...
-    def linear(self, *args: Any, **named: Any) -> _Nothing:
-        return _Nothing()
+    def linear(self, *args: Any, **named: Any) -> _NoWeight:
+        return _NoWeight()
 
     joins_late = False
     group = None

@@ -10,12 +10,12 @@ from tandem.planner.choices.decision import Decision
 from tandem.planner.expert_format import dtype_of
 from tandem.planner.forecast.prediction import WIDTH, WORTH
 from tandem.planner.gpu_plan import GPU_FIELDS, SHARE_FIELDS, needs_gpu, usable_gpu
-from tandem.planner.one_plan import Device, Wish, one_plan, running_sequences
+from tandem.planner.one_plan import Device, PlanRequest, one_plan, running_sequences
 from tandem.planner.plan import Plan
 from tandem.planner.sizing import RamTooSmall, explained
 from tandem.planner.tight import (
     USUAL,
-    Room,
+    Concessions,
     Tight,
     first_worth,
     room_of,
@@ -23,21 +23,21 @@ from tandem.planner.tight import (
     wanted_tokens,
 )
 
-Chooser = Callable[[Wish, Device], Plan]
+Chooser = Callable[[PlanRequest, Device], Plan]
 """Chooses among the plans for a device. Raises DoesNotFit where there is none."""
 
 
-def best_plan(wish: Wish) -> Plan:
+def best_plan(wish: PlanRequest) -> Plan:
     """Raises ConfigError with the reasons."""
     return _on_best_device(wish, _least_tight)
 
 
-def any_plan(wish: Wish) -> Plan:
+def any_plan(wish: PlanRequest) -> Plan:
     """The same where it does not matter which."""
     return _on_best_device(wish, _first_that_fits)
 
 
-def _on_best_device(wish: Wish, chosen: Chooser) -> Plan:
+def _on_best_device(wish: PlanRequest, chosen: Chooser) -> Plan:
     gpu, why = usable_gpu(wish.config, wish.model, wish.machine)
     try:
         plan = chosen(wish, (gpu, why))
@@ -55,7 +55,7 @@ def _on_best_device(wish: Wish, chosen: Chooser) -> Plan:
         raise type(error)(f"{why}. Without the GPU: {error}", fields=error.fields) from error
 
 
-def _unless_better(wish: Wish, plan: Plan) -> Plan:
+def _unless_better(wish: PlanRequest, plan: Plan) -> Plan:
     """The plan, or one without the GPU where nobody asked for the GPU, and that is clearly faster or has the context
     that the GPU has no room for."""
     gpu, config = plan.gpu, wish.config
@@ -74,7 +74,7 @@ def _unless_better(wish: Wish, plan: Plan) -> Plan:
     return first_worth(options, _context_goal(wish), WIDTH)
 
 
-def _least_tight(wish: Wish, device: Device) -> Plan:
+def _least_tight(wish: PlanRequest, device: Device) -> Plan:
     """As usual, if that is long and fast enough. Raises DoesNotFit, as of the usual one, where nothing fits."""
     usual, room = _attempt(wish, device, USUAL), _room(wish, device)
     if isinstance(usual, Plan) and not (why := _cramped(wish, usual)):
@@ -90,7 +90,7 @@ def _least_tight(wish: Wish, device: Device) -> Plan:
     return _explained(plans[best], best, str(usual) if isinstance(usual, DoesNotFit) else why)
 
 
-def _with_easy(wish: Wish, device: Device, usual: Plan, room: Room) -> Plan:
+def _with_easy(wish: PlanRequest, device: Device, usual: Plan, room: Concessions) -> Plan:
     """Or what is clearly faster and costs neither answers at once nor context: experts gain the room."""
     if usual.gpu is None or usual.gpu.experts >= wish.model.routed_experts:
         return usual
@@ -99,7 +99,7 @@ def _with_easy(wish: Wish, device: Device, usual: Plan, room: Room) -> Plan:
     return _explained(plans[step], step, "it is clearly faster")
 
 
-def _in_steps(wish: Wish, device: Device, room: Room) -> dict[Tight, Plan]:
+def _in_steps(wish: PlanRequest, device: Device, room: Concessions) -> dict[Tight, Plan]:
     """Plans that give up all that is easy and more and more of the rest; nothing where not even the last one fits."""
     for last in room.tightest():
         if isinstance(_attempt(wish, device, last), Plan):
@@ -108,7 +108,7 @@ def _in_steps(wish: Wish, device: Device, room: Room) -> dict[Tight, Plan]:
     return {}
 
 
-def _first_that_fits(wish: Wish, device: Device) -> Plan:
+def _first_that_fits(wish: PlanRequest, device: Device) -> Plan:
     usual = _attempt(wish, device, USUAL)
     if isinstance(usual, Plan):
         return usual
@@ -118,7 +118,7 @@ def _first_that_fits(wish: Wish, device: Device) -> Plan:
     return next(iter(plans.values()))
 
 
-def _attempts(wish: Wish, device: Device, tights: Iterable[Tight]) -> Iterator[tuple[Tight, Plan]]:
+def _attempts(wish: PlanRequest, device: Device, tights: Iterable[Tight]) -> Iterator[tuple[Tight, Plan]]:
     """Those that fit."""
     for tight in tights:
         plan = _attempt(wish, device, tight)
@@ -126,14 +126,14 @@ def _attempts(wish: Wish, device: Device, tights: Iterable[Tight]) -> Iterator[t
             yield tight, plan
 
 
-def _attempt(wish: Wish, device: Device, tight: Tight) -> Plan | DoesNotFit:
+def _attempt(wish: PlanRequest, device: Device, tight: Tight) -> Plan | DoesNotFit:
     try:
         return one_plan(wish, device, tight)
     except DoesNotFit as error:
         return error
 
 
-def _nearest(wish: Wish, device: Device, room: Room, usual: Plan | DoesNotFit) -> Plan | DoesNotFit:
+def _nearest(wish: PlanRequest, device: Device, room: Concessions, usual: Plan | DoesNotFit) -> Plan | DoesNotFit:
     """Or why it fails, of a tighter one that the GPU has room for: then CPU memory is what is missing."""
     if isinstance(usual, Plan | RamTooSmall):
         return usual
@@ -147,27 +147,27 @@ def _plan_or_raise(usual: Plan | DoesNotFit) -> Plan:
     return usual
 
 
-def _cramped(wish: Wish, plan: Plan) -> str:
+def _cramped(wish: PlanRequest, plan: Plan) -> str:
     """The plan's lack for want of memory; "": none."""
     if plan.context_length < _context_goal(wish):
         return f"a context of {plan.context_length} tokens would be what fits"
     return plan.gpu.cramped if plan.gpu is not None else ""
 
 
-def _first(wish: Wish, plans: dict[Tight, Plan], worth: float) -> Tight:
+def _first(wish: PlanRequest, plans: dict[Tight, Plan], worth: float) -> Tight:
     options = [(tight, plan.context_length, _seconds(wish, plan)) for tight, plan in plans.items()]
     return first_worth(options, _context_goal(wish), worth)
 
 
-def _seconds(wish: Wish, plan: Plan) -> float:
+def _seconds(wish: PlanRequest, plan: Plan) -> float:
     return token_seconds(plan, wish.model, wish.stored, wish.machine)
 
 
-def _context_goal(wish: Wish) -> int:
+def _context_goal(wish: PlanRequest) -> int:
     return wanted_tokens(wish.config, wish.model)
 
 
-def _room(wish: Wish, device: Device) -> Room:
+def _room(wish: PlanRequest, device: Device) -> Concessions:
     running, _ = running_sequences(wish.config, wish.model, dtype_of(wish.config))
     return room_of(wish.config, wish.model, running, device[0] is not None)
 

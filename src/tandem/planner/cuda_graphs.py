@@ -11,7 +11,7 @@ from tandem.spec.model_config import ModelConfig
 GRAPH_FLAGS = ("disable_cuda_graph", "cuda_graph_bs", "cuda_graph_max_bs")
 SMALL_GRAPH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 DEFAULT_LARGEST_GRAPH = 256  # each graph keeps its logits; larger ones have to be asked for
-MOST_GUESS_ROWS = 128  # with guesses, if more sequences do not run together: longer steps gain little from them
+MOST_DRAFT_ROWS = 128  # with guesses, if more sequences do not run together: longer steps gain little from them
 FEW_ROWS = tuple(range(1, 9))  # a step with guesses may have any number of rows, and a copy costs as much as a guess
 LEAST_FILLED = 0.5  # of a prompt's graph's rows: copies cost as much as others
 PROMPT_SIZES = (128, 256, 512, 1024, 2048)  # longer chunks keep a GPU busy whatever the host does
@@ -23,40 +23,40 @@ GRAPH_STEPS = ((64, 8), (128, 16), (1 << 30, 32))  # up to a size, beyond the sm
 
 
 def captured_sizes(
-    config: EngineConfig, model: ModelConfig, running: int, guesses: int = 0
+    config: EngineConfig, model: ModelConfig, running: int, draft_tokens: int = 0
 ) -> tuple[int, ...]:
     """As `graph_sizes`, of this model."""
-    return () if model.foreign is not None else graph_sizes(config, running, guesses)
+    return () if model.foreign is not None else graph_sizes(config, running, draft_tokens)
 
 
-def graph_sizes(config: EngineConfig, running: int, guesses: int = 0) -> tuple[int, ...]:
+def graph_sizes(config: EngineConfig, running: int, draft_tokens: int = 0) -> tuple[int, ...]:
     """Rows, ascending: no more than sequences run together, or than they have with so many guesses of each."""
     if config.disable_cuda_graph:
         return ()
     sizes = config.cuda_graph_bs
     largest = min(running, config.cuda_graph_max_bs or (running if sizes else DEFAULT_LARGEST_GRAPH))
     sizes = sizes or (*_sizes_to(largest), largest)
-    if guesses:
+    if draft_tokens:
         few = tuple(size for size in sizes if size <= largest)
-        largest = max(largest, min(largest * (1 + guesses), MOST_GUESS_ROWS))
+        largest = max(largest, min(largest * (1 + draft_tokens), MOST_DRAFT_ROWS))
         sizes = (*few, *FEW_ROWS, *_sizes_to(largest), largest)
     return tuple(sorted({size for size in sizes if size <= largest}))
 
 
 def settled_sizes(
-    config: EngineConfig, model: ModelConfig, running: int, guesses: int = 0
+    config: EngineConfig, model: ModelConfig, running: int, draft_tokens: int = 0
 ) -> tuple[int, ...]:
     """Rows of graphs that are captured a second time where steps may guess: for steps that have no guesses and follow
     none. Only layers that fold tokens into a memory have faster kernels then. Their last bits are others."""
     settles = any(cost_of(mixer).settles for mixer in model.mixers)
-    if not guesses or not settles or config.enable_deterministic_inference:
+    if not draft_tokens or not settles or config.enable_deterministic_inference:
         return ()
     return captured_sizes(config, model, running)
 
 
-def draft_sizes(sizes: tuple[int, ...], guesses: int) -> tuple[int, ...]:
+def draft_sizes(sizes: tuple[int, ...], draft_tokens: int) -> tuple[int, ...]:
     """Sequences of the graphs that guess, ascending; sizes: of the graphs of steps, which compute the guesses."""
-    most = max(sizes, default=0) // (1 + guesses)
+    most = max(sizes, default=0) // (1 + draft_tokens)
     return tuple(size for size in DRAFT_SIZES if size <= most)
 
 
@@ -89,11 +89,11 @@ def prompt_sizes(config: EngineConfig, model: ModelConfig, streamed: int = 0) ->
     attention = config.attention_backend in ("auto", "triton")
     if config.enable_deterministic_inference:  # every row is a sequence of its own
         return ()
+    if config.pipeline_parallel_size > 1:  # stages' prompts are computed kernel by kernel
+        return ()
     if model.shard.ranks > 1:  # passes beside steps would sum in another order on each rank
         return ()
     if config.disable_cuda_graph or model.foreign is not None or not plain or drafts or not attention:
-        return ()
-    if streamed and config.kt_enable_dynamic_expert_update:  # steps and passes take turns there
         return ()
     chunk, context = config.chunked_prefill_size or streamed or PROMPT_SIZES[-1], config.context_length
     most = min(context or model.max_positions, chunk if chunk > 0 else model.max_positions)
@@ -113,19 +113,19 @@ def prompt_graph_rows(sizes: tuple[int, ...], rows: int) -> int:
 
 
 def prompt_graph_bytes(
-    model: ModelConfig, sizes: tuple[int, ...], parts: int, spared: int = 0, row_bytes: int = MOST_ROW_BYTES
+    model: ModelConfig, sizes: tuple[int, ...], parts: int, reserved_sms: int = 0, row_bytes: int = MOST_ROW_BYTES
 ) -> int:
     """GPU bytes of prompt graphs and their buffers: rows between a chunk's kernels, and each size's logits. parts:
-    graphs of a layer's experts, which travel, so there are those of `split_sizes`, too; 0: none does. spared:
+    graphs of a layer's experts, which travel, so there are those of `split_sizes`, too; 0: none does. reserved_sms:
     multiprocessors that prompts leave to steps. Prompts that run alone have graphs of their own then. row_bytes: of
     experts' rows at a time, as the GPU has room for (`expert_row_bytes`)."""
     if not sizes:
         return 0
-    captured = [*sizes, *split_sizes(sizes)] if parts else [*sizes, *sizes] if spared else sizes
+    captured = [*sizes, *split_sizes(sizes)] if parts else [*sizes, *sizes] if reserved_sms else sizes
     layers, cuts = len(model.layers), len(model.moe_layers) * (parts + 1) if parts else 0
     kernels = layers * CHUNK_KERNELS + len(model.moe_layers) * max(0, parts - 1) * PART_KERNELS
     each = (layers + 1 + cuts) * GRAPH_BYTES + kernels * KERNEL_BYTES + PROMPT_SEQUENCES * model.vocab * 4
-    return len(captured) * each + (2 if spared else 1) * _chunk_bytes(model, max(sizes), row_bytes)
+    return len(captured) * each + (2 if reserved_sms else 1) * _chunk_bytes(model, max(sizes), row_bytes)
 
 
 def _chunk_bytes(model: ModelConfig, rows: int, row_bytes: int) -> int:

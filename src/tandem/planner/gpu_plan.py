@@ -17,7 +17,7 @@ from tandem.planner.choices.deterministic import depends_on_others
 from tandem.planner.choices.left_to_ram import expert_bytes
 from tandem.planner.choices.travelling import graph_bytes
 from tandem.planner.cuda_graphs import captured_sizes, settled_sizes
-from tandem.planner.forecast.ledger import VRAM, Entry, Ledger, ledger
+from tandem.planner.forecast.ledger import VRAM, Ledger, LedgerEntry, ledger
 from tandem.planner.memory import (
     GPU_PREFILL_TOKENS,
     ROPE_WORDS,
@@ -26,6 +26,8 @@ from tandem.planner.memory import (
     gib,
     wanted_context,
 )
+from tandem.planner.stages.pool import FIELD as STAGE_FIELD
+from tandem.planner.stages.pool import pool_of
 from tandem.spec.gpu_scratch import (
     StepSize,
     expert_row_bytes,
@@ -40,7 +42,19 @@ GPU_FRACTION = 0.9  # of free GPU memory
 GPU_WORKSPACE_BYTES = 1 << 30  # activations, sums of attention, libraries, CUDA graphs but for their logits
 MAX_PATIENCE_SECONDS = 30.0
 SHARE_FIELDS = ("kt_gpu_experts_ratio", "kt_num_gpu_experts")
-GPU_FIELDS = ("device", *SHARE_FIELDS, "kt_enable_dynamic_expert_update")  # wishes that only a GPU can meet
+# Wishes that only a GPU can meet.
+GPU_FIELDS = ("device", *SHARE_FIELDS, "kt_enable_dynamic_expert_update", *STAGE_FIELD)
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """Layers `first` to `end` - 1 on one GPU. nbytes: that they take of its memory."""
+
+    name: str
+    uuid: str
+    first: int
+    end: int
+    nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,24 +77,32 @@ class GpuPlan:
     prompt_sizes: tuple[int, ...] = ()  # rows of chunks of prompts that are CUDA graphs, too
     draft_experts: bool = False  # those of a draft layer are there, too: all or none
     settled_sizes: tuple[int, ...] = ()  # of graph_sizes, those with a second graph for steps without guesses
-    spared: int = 0  # multiprocessors that graphs of prompts leave to steps
+    reserved_sms: int = 0  # multiprocessors that graphs of prompts leave to steps
     step_tokens: int = GPU_PREFILL_TOKENS  # of a step, where nothing was asked; scratch is counted for so many
     step_reason: str = ""
     shared_tokens: int = 0  # prompt tokens of a step that others wait in, at most; 0: as many as of any step
     embedding_in_ram: bool = False  # in pinned CPU memory, whose rows the GPU reads
     cramped: str = ""  # what the plan lacks for want of GPU memory
+    stages: tuple[StagePlan, ...] = ()  # whose layers are on several GPUs; (): one GPU has all of them
 
 
 def usable_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> tuple[Gpu | None, str]:
     """The GPU to use and why, or None and why not. Raises ConfigError when one was asked for in vain."""
+    pool = pool_of(config, model, machine)
     if config.device == "cpu":
         return None, "--device cpu"
-    gpu = next(filter(is_new_enough, machine.gpus), None)
+    gpu = pool or next(filter(is_new_enough, machine.gpus), None)
     why_not = _why_no_gpu(config, model, machine)
     if why_not and config.device == "cuda":
         raise ConfigError(f"--device cuda: {why_not}; take --device cpu or auto", fields=("device",))
+    if pool is not None and why_not:
+        raise ConfigError(
+            f"--pipeline-parallel-size {config.pipeline_parallel_size}: {why_not}; leave it out", fields=STAGE_FIELD
+        )
     if gpu is None or why_not:
         return None, why_not
+    if pool is not None:
+        return pool, f"{pool.name}, {gib(pool.free_bytes)} free together"
     number = f"GPU {gpu.number}, " if gpu.number or len(machine.gpus) > 1 else ""
     return gpu, f"{number}{gpu.name}, {gib(gpu.free_bytes)} free"
 
@@ -116,6 +138,7 @@ def needs_gpu(config: EngineConfig) -> str:
         "--kt-num-gpu-experts": config.kt_num_gpu_experts,
         "--kt-gpu-experts-ratio": config.kt_gpu_experts_ratio,
         "--kt-enable-dynamic-expert-update": config.kt_enable_dynamic_expert_update,
+        "--pipeline-parallel-size": config.pipeline_parallel_size > 1,
     }
     return next((flag for flag, wish in wishes.items() if wish), "")
 
@@ -128,24 +151,29 @@ def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, memory: MemoryPl
     fixed += sum(entry.nbytes for entry in images)
     logits = workspace_bytes(request) - fixed
     dense = dense_bytes(request.model, request.dtype, request.stored, request.embedding_in_ram)
-    prompts = graph_bytes(request, gpu, plan.prompt_sizes, plan.ring_bytes > 0, plan.spared)
+    prompts = graph_bytes(request, gpu, plan.prompt_sizes, plan.ring_bytes > 0, plan.reserved_sms)
     sums = min(GPU_WORKSPACE_BYTES, decode_sums_bytes(request.model, max(plan.graph_sizes, default=1)))
     unpacking = unpacking_bytes(gpu, request.model, step_rows(request, plan.step_tokens))
-    others = GPU_WORKSPACE_BYTES - sums + unpacking
+    others, stages = GPU_WORKSPACE_BYTES - sums + unpacking, max(1, len(plan.stages))
     entries = [
-        Entry("dense weights", dense, "without the embedding" if request.embedding_in_ram else "embedding included"),
-        Entry("experts", experts * each, f"{experts} of {request.model.routed_experts}, {gib(each)} each"),
-        Entry("draft experts", draft_experts(request.model) * plan.draft_experts * each, "of the layer that guesses"),
-        Entry("KV cache", kv_bytes, f"{memory.kv_tokens} tokens"),
-        Entry("states", request.slot_bytes, "of sequences, whatever their length"),
-        Entry("rotary tables", rope_bytes(request.model, memory.context_length), ROPE_WORDS),
+        LedgerEntry(
+            "dense weights", dense, "without the embedding" if request.embedding_in_ram else "embedding included"
+        ),
+        LedgerEntry("experts", experts * each, f"{experts} of {request.model.routed_experts}, {gib(each)} each"),
+        LedgerEntry(
+            "draft experts", draft_experts(request.model) * plan.draft_experts * each, "of the layer that guesses"
+        ),
+        LedgerEntry("KV cache", kv_bytes, f"{memory.kv_tokens} tokens"),
+        LedgerEntry("states", request.slot_bytes, "of sequences, whatever their length"),
+        LedgerEntry("rotary tables", rope_bytes(request.model, memory.context_length), ROPE_WORDS),
         *images,
-        Entry("prompt scratch", scratch, "that layers share"),
-        Entry("graph logits", logits, "float32, of every CUDA graph"),
-        Entry("prompt graphs", prompts, "themselves, rows between their kernels, and logits"),
-        Entry("attention sums", sums, "of rows that decode, a part of their keys each"),
-        Entry("workspace", others, "of one step, libraries, CUDA graphs"),
-        Entry("ring", plan.ring_bytes, "of experts that travel to the GPU for a step"),
+        LedgerEntry("prompt scratch", scratch, "that layers share"),
+        LedgerEntry("graph logits", logits, "float32, of every CUDA graph"),
+        LedgerEntry("prompt graphs", prompts, "themselves, rows between their kernels, and logits"),
+        LedgerEntry("attention sums", sums, "of rows that decode, a part of their keys each"),
+        LedgerEntry("workspace", others, "of one step, libraries, CUDA graphs"),
+        LedgerEntry("other stages", (stages - 1) * (workspace_bytes(request) + unpacking), "of each further GPU"),
+        LedgerEntry("ring", plan.ring_bytes, "of experts that travel to the GPU for a step"),
     ]
     return ledger(VRAM, entries, memory.budget_bytes, gpu.free_bytes)
 
@@ -160,7 +188,7 @@ def dense_bytes(
 
 def workspace_bytes(request: MemoryRequest) -> int:
     """GPU bytes of steps, and of the float32 logits that every graph keeps."""
-    arguments = request.config, request.model, request.max_running_requests, request.guesses
+    arguments = request.config, request.model, request.max_running_requests, request.draft_tokens
     sizes = captured_sizes(*arguments)
     rows = sum(sizes) + sum(settled_sizes(*arguments))
     if request.model.shard.ranks > 1:  # ranks' columns as they come, and side by side

@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass
 
 from tandem.flags.engine_config import EngineConfig
 from tandem.machine.machine import Machine
-from tandem.planner.forecast.ledger import RAM, Entry, Ledger, ledger
+from tandem.planner.forecast.ledger import RAM, Ledger, LedgerEntry, ledger
 from tandem.planner.memory import GRAMMAR_BYTES, GRAMMAR_WORDS, gib, ram_fraction
+from tandem.planner.vision_costs import pixel_entries
 from tandem.spec.model_config import ModelConfig
 
 SCRATCH_BYTES_PER_WORKER = (1152 + 1056 + 2048) << 10  # of csrc/ops/workspace.cc
@@ -134,8 +135,9 @@ _HOST_WORDS = {
 }  # fmt: skip
 
 
-def host_ledger(host: HostMemory, config: EngineConfig, machine: Machine) -> Ledger:
+def host_ledger(host: HostMemory, config: EngineConfig, model: ModelConfig, machine: Machine) -> Ledger:
     """Ledger of the CPU memory that a model on a GPU takes."""
-    entries = [Entry(name, nbytes, _HOST_WORDS[name]) for name, nbytes in host.parts().items()]
-    entries.append(Entry("compiled grammars", GRAMMAR_BYTES, GRAMMAR_WORDS))
+    entries = [LedgerEntry(name, nbytes, _HOST_WORDS[name]) for name, nbytes in host.parts().items()]
+    entries.append(LedgerEntry("compiled grammars", GRAMMAR_BYTES, GRAMMAR_WORDS))
+    entries += pixel_entries(model, machine.available_memory)
     return ledger(RAM, entries, int(machine.available_memory * ram_fraction(config)), machine.available_memory)

@@ -15,9 +15,9 @@ from typing import Any
 from tandem.errors import ConfigError, DoesNotFit
 from tandem.flags.engine_config import EngineConfig
 from tandem.machine.machine import Machine
-from tandem.planner.choices.speculation import DRAFT_ALGORITHMS, most_guesses
-from tandem.planner.forecast.ledger import RAM, Entry, Ledger, ledger
-from tandem.planner.vision_costs import image_entries
+from tandem.planner.choices.speculation import DRAFT_ALGORITHMS, most_draft_tokens
+from tandem.planner.forecast.ledger import RAM, Ledger, LedgerEntry, ledger
+from tandem.planner.vision_costs import image_entries, pixel_entries
 from tandem.spec.model_config import STORED, ModelConfig, rope_bytes, why_alone
 from tandem.spec.state import page_tokens
 from tandem.spec.stored import UNQUANTISED, StoredFormats
@@ -85,7 +85,7 @@ class MemoryRequest:
     @cached_property
     def window_pages(self) -> int:
         """Pages of layers that see a window, at most; 0: they keep all tokens."""
-        layout = self.model.state_layout(self.dtype, self.page, self.guesses)
+        layout = self.model.state_layout(self.dtype, self.page, self.draft_tokens)
         if not layout.window or not self.step_tokens or keeps_all_tokens(self.config):
             return 0
         return layout.window_pages(self.max_running_requests, self.step_tokens)
@@ -96,10 +96,10 @@ class MemoryRequest:
 
     def kv_tokens(self, nbytes: int) -> int:
         """Tokens that a KV cache of `nbytes` bytes holds."""
-        (most, spared), each = self._windows, self.kv_bytes_per_token
-        if not spared or nbytes <= most * each:
+        (most, saved_bytes), each = self._windows, self.kv_bytes_per_token
+        if not saved_bytes or nbytes <= most * each:
             return nbytes // each
-        return most + (nbytes - most * each) // max(1, each - spared)
+        return most + (nbytes - most * each) // max(1, each - saved_bytes)
 
     @cached_property
     def _windows(self) -> tuple[int, int]:
@@ -108,9 +108,9 @@ class MemoryRequest:
         return pages * self.page, self.model.state_layout(self.dtype).window_token_bytes if pages else 0
 
     @cached_property
-    def guesses(self) -> int:
+    def draft_tokens(self) -> int:
         """Guessed next tokens of a sequence in a step, at most."""
-        return most_guesses(self.config, self.model)
+        return most_draft_tokens(self.config, self.model)
 
     @property
     def num_slots(self) -> int:
@@ -127,7 +127,7 @@ class MemoryRequest:
 
     @cached_property
     def _each_slot_bytes(self) -> int:
-        return self.model.state_layout(self.dtype, guesses=self.guesses).slot_bytes
+        return self.model.state_layout(self.dtype, draft_tokens=self.draft_tokens).slot_bytes
 
     @cached_property
     def rope_bytes(self) -> int:
@@ -184,9 +184,10 @@ class MemoryRequest:
         hyper = self.model.layers[0].hyper
         return 0 if hyper is None else 5 * self.step_tokens * hyper.streams * self.model.hidden * 2
 
-    def image_entries(self, gpu: bool) -> list[Entry]:
-        """Ledger entries of images, on the device that computes steps."""
-        return image_entries(self.config, self.model, self.dtype, self.step_tokens, gpu)
+    def image_entries(self, gpu: bool) -> list[LedgerEntry]:
+        """Ledger entries of images, on the device that computes steps. Their pixels lie in CPU memory."""
+        pixels = [] if gpu else pixel_entries(self.model, self.machine.available_memory)
+        return image_entries(self.config, self.model, self.dtype, self.step_tokens, gpu) + pixels
 
     @property
     def kv_room_bytes(self) -> int:
@@ -246,15 +247,15 @@ def memory_ledger(request: MemoryRequest, memory: MemoryPlan, kv_bytes: int) -> 
     images = request.image_entries(gpu=False)
     others = request.slot_bytes + GRAMMAR_BYTES + request.rope_bytes + sum(entry.nbytes for entry in images)
     entries = [
-        Entry("dense weights", dense, "attention, shared and dense layers, head"),
-        Entry("experts", memory.weight_bytes - dense - request.table_bytes, experts),
-        Entry("tables", request.table_bytes, "of n-grams, read by row"),
-        Entry("KV cache", kv_bytes, f"{memory.kv_tokens} tokens"),
-        Entry("states", request.slot_bytes, "of sequences, whatever their length"),
-        Entry("rotary tables", rope_bytes(request.model, memory.context_length), ROPE_WORDS),
-        Entry("compiled grammars", GRAMMAR_BYTES, GRAMMAR_WORDS),
+        LedgerEntry("dense weights", dense, "attention, shared and dense layers, head"),
+        LedgerEntry("experts", memory.weight_bytes - dense - request.table_bytes, experts),
+        LedgerEntry("tables", request.table_bytes, "of n-grams, read by row"),
+        LedgerEntry("KV cache", kv_bytes, f"{memory.kv_tokens} tokens"),
+        LedgerEntry("states", request.slot_bytes, "of sequences, whatever their length"),
+        LedgerEntry("rotary tables", rope_bytes(request.model, memory.context_length), ROPE_WORDS),
+        LedgerEntry("compiled grammars", GRAMMAR_BYTES, GRAMMAR_WORDS),
         *images,
-        Entry("workspace", request.workspace_bytes - others, "of one step, Python, the tokenizer"),
+        LedgerEntry("workspace", request.workspace_bytes - others, "of one step, Python, the tokenizer"),
     ]
     return ledger(RAM, entries, memory.budget_bytes, request.machine.available_memory)
 

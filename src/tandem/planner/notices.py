@@ -11,6 +11,7 @@ from tandem.planner.choices.speculation import speculation_notices, why_one_toke
 from tandem.planner.choices.travelling import threshold_not_reached
 from tandem.planner.cuda_graphs import GRAPH_FLAGS
 from tandem.planner.gpu_plan import SHARE_FIELDS
+from tandem.planner.stages.pool import gpus_of_stages
 from tandem.spec.json_keys import DRAFT_LAYERS, TOWERS, VISION
 from tandem.spec.model_config import ModelConfig, why_alone
 from tandem.spec.state import page_tokens
@@ -26,7 +27,7 @@ def notices(
     texts += [*speculation_notices(config, model), *_tables(config, model)]
     if gpu is None:
         return [*texts, *_idle_on_cpu(config, no_gpu)]
-    return [*texts, *_idle_flags(config, model), *_idle_gpus(machine, gpu)]
+    return [*texts, *_idle_flags(config, model), *_idle_gpus(config, machine, gpu)]
 
 
 def _unread(model: ModelConfig) -> Iterator[str]:
@@ -87,8 +88,8 @@ def _idle_on_cpu(config: EngineConfig, no_gpu: str) -> Iterator[str]:
         yield f"{flag} changes nothing: the CPU engine has no CUDA graphs"
     if config.disable_expert_foresight:
         yield "--disable-expert-foresight changes nothing: foresight is for experts in CPU memory beside a GPU"
-    if config.spared_multiprocessors:
-        yield f"--spared-multiprocessors changes nothing: prompts are computed on the CPU ({no_gpu})"
+    if config.prefill_reserved_sms:
+        yield f"--prefill-reserved-sms changes nothing: prompts are computed on the CPU ({no_gpu})"
     if config.attention_backend != "auto":
         yield (
             f"--attention-backend {config.attention_backend} changes nothing: on a CPU attention runs in Tandem's own "
@@ -96,6 +97,8 @@ def _idle_on_cpu(config: EngineConfig, no_gpu: str) -> Iterator[str]:
         )
     if config.kt_enable_dynamic_expert_update:
         yield f"--kt-enable-dynamic-expert-update changes nothing: there is no GPU to move to ({no_gpu})"
+    if config.disable_dynamic_expert_update:
+        yield f"--disable-dynamic-expert-update changes nothing: no expert is on a GPU ({no_gpu})"
     if config.kt_gpu_prefill_token_threshold:
         yield f"--kt-gpu-prefill-token-threshold changes nothing: there is no GPU to compute prompts ({no_gpu})"
     if config.record_kt_gpu_expert_distribution:
@@ -128,11 +131,20 @@ def idle_gpus(gpus: Sequence[Gpu], why: str) -> str:
     return f"{names} not used: {why}"
 
 
-def _idle_gpus(machine: Machine, used: Gpu) -> Iterator[str]:
+def _idle_gpus(config: EngineConfig, machine: Machine, used: Gpu) -> Iterator[str]:
+    if config.pipeline_parallel_size > 1:
+        yield from _beyond_stages(config, machine)
+        return
     others = [gpu for gpu in machine.gpus if gpu is not used]
     equal = [gpu for gpu in others if equals(gpu, used)]
     if equal:
         yield idle_gpus(equal, f"one is used; --tp 2 divides a model among equal GPUs, {HOW_FAST}")
     if unequal := [gpu for gpu in others if gpu not in equal]:
-        why = f"a model is not divided among unequal GPUs, as {used.name} and these are (layers over GPUs are not there"
-        yield idle_gpus(unequal, f"{why} yet); CUDA_VISIBLE_DEVICES says which is used")
+        why = f"one is used; --pipeline-parallel-size {len(machine.gpus)} gives unequal GPUs some layers each"
+        yield idle_gpus(unequal, f"{why}, {HOW_FAST}")
+
+
+def _beyond_stages(config: EngineConfig, machine: Machine) -> Iterator[str]:
+    used = {gpu.number for gpu in gpus_of_stages(config, machine)}
+    if others := [gpu for gpu in machine.gpus if gpu.number not in used]:
+        yield idle_gpus(others, f"--pipeline-parallel-size {config.pipeline_parallel_size} uses {len(used)}")

@@ -18,10 +18,11 @@ from tandem.planner.choices.deferral import deferral_notices
 from tandem.planner.choices.deterministic import deterministic, tier_reason
 from tandem.planner.choices.gpu_choices import gpu_choices
 from tandem.planner.choices.left_to_ram import expert_bytes
+from tandem.planner.choices.live_placement import check_wish
 from tandem.planner.choices.shared_experts import why_apart
-from tandem.planner.choices.speculation import most_guesses, speculation, speculation_texts
+from tandem.planner.choices.speculation import most_draft_tokens, speculation, speculation_texts
 from tandem.planner.choices.tables import IN_RAM, table_bytes, table_text, where_tables
-from tandem.planner.choices.threads import Threads, plan_threads
+from tandem.planner.choices.threads import ThreadPlan, plan_threads
 from tandem.planner.expert_format import dense_choice, dtype_of, stored_or_asked
 from tandem.planner.forecast.ledger import Ledger
 from tandem.planner.gpu_plan import GpuPlan, gpu_ledger
@@ -52,7 +53,7 @@ Device = tuple[Gpu | None, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class PlanRequest:
     """The input of a plan. in_place: experts are used in the checkpoint's own pages."""
 
     config: EngineConfig
@@ -62,7 +63,7 @@ class Wish:
     in_place: bool = False
 
 
-def one_plan(wish: Wish, device: Device, tight: Tight) -> Plan:
+def one_plan(wish: PlanRequest, device: Device, tight: Tight) -> Plan:
     """Raises ConfigError: of one reason or a few, DoesNotFit where memory is missing."""
     config, model, machine, stored = tight.flags(wish.config), wish.model, wish.machine, wish.stored
     gpu, in_place, log = device[0], wish.in_place, decisions(wish.model.shard.ranks)
@@ -92,7 +93,7 @@ def one_plan(wish: Wish, device: Device, tight: Tight) -> Plan:
         pages = -(-memory.context_length // page)
         host = _beside_gpu(request, gpu_plan, len(threads.cpus), step_tokens, pages, 2 if window_pages else 1)
         log.append(Decision("CPU memory", *host.texts()))
-        ledgers = (gpu_ledger(request, gpu, gpu_plan, memory, kv_bytes), host_ledger(host, config, machine))
+        ledgers = (gpu_ledger(request, gpu, gpu_plan, memory, kv_bytes), host_ledger(host, config, model, machine))
     return Plan(
         dtype=dtype,
         expert_format=expert_format,
@@ -130,7 +131,7 @@ def _dense_codes(dtype: str, stored: StoredFormats, gpu: Gpu | None, log: list[D
     return codes
 
 
-def _threads(config: EngineConfig, machine: Machine, log: list[Decision]) -> Threads:
+def _threads(config: EngineConfig, machine: Machine, log: list[Decision]) -> ThreadPlan:
     threads = plan_threads(config, machine)
     log.append(Decision("threads", str(len(threads.cpus)), threads.reason))
     return threads
@@ -154,13 +155,13 @@ def _beside_gpu(
     return host_memory(request.model, replace(share, tables=tables))
 
 
-def _notices(wish: Wish, device: Device, gpu: GpuPlan | None) -> list[str]:
+def _notices(wish: PlanRequest, device: Device, gpu: GpuPlan | None) -> list[str]:
     config, model = wish.config, wish.model
     lossy = *deferral_notices(config, model, gpu), *cached_notices(config, device[0])
     return [*notices(config, model, wish.machine, *device), *lossy]
 
 
-def _about_threads(threads: Threads, machine: Machine) -> Iterator[str]:
+def _about_threads(threads: ThreadPlan, machine: Machine) -> Iterator[str]:
     yield from filter(None, (threads.notice, binding_notice(machine.mbind_error, threads.part_nodes)))
 
 
@@ -192,6 +193,7 @@ def _check_last_bits(
     config: EngineConfig, model: ModelConfig, expert_format: str, tier: str, log: list[Decision]
 ) -> None:
     """Checks the flags for rounding and order."""
+    check_wish(config)
     _check_activations(config, expert_format, log)
     log += [Decision("last bits", *entry) for entry in deterministic(config, model, tier)]
 
@@ -233,7 +235,7 @@ def kernel_tier(config: EngineConfig, machine: Machine, log: list[Decision]) -> 
 def running_sequences(config: EngineConfig, model: ModelConfig, dtype: str) -> tuple[int, str]:
     """How many are decoded together where nothing is given up for room, and why."""
     slot_bytes = model.state_layout(
-        dtype, guesses=most_guesses(config, model)
+        dtype, draft_tokens=most_draft_tokens(config, model)
     ).slot_bytes  # of each, beside its pages
     if why := why_alone(model):
         return 1, f"Transformers' own cache holds one sequence: {why}"

@@ -43,12 +43,13 @@ class Plan:
     idle: str = ""  # of a machine with GPUs that are not used: which, and why; "": one is used, or there is none
 
     image_tokens: int = 0  # of an image, at most; 0: none is read
+    image_pixel_bytes: int = 0  # of resized images of requests that the server keeps, at most
     blind: str = ""  # why no image is read; "": they are
 
     @property
-    def guesses(self) -> int:
+    def draft_tokens(self) -> int:
         """Guessed tokens of a sequence in a step, at most."""
-        return 0 if self.speculation is None else self.speculation.most_guesses
+        return 0 if self.speculation is None else self.speculation.most_draft_tokens
 
     @property
     def drafts(self) -> bool:

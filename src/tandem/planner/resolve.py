@@ -14,7 +14,7 @@ from tandem.planner.choices.images import with_images
 from tandem.planner.choices.threads import plan_threads
 from tandem.planner.expert_format import expert_format_of
 from tandem.planner.in_place import against_in_place
-from tandem.planner.one_plan import Wish, kernel_tier
+from tandem.planner.one_plan import PlanRequest, kernel_tier
 from tandem.planner.plan import Plan
 from tandem.planner.ranks.ranked import ranked
 from tandem.planner.ranks.told import told
@@ -32,7 +32,7 @@ def resolve(
     refused, model = list[ConfigError](), as_asked(config, model)
     while True:
         try:
-            plan = _resolve(Wish(config, model, machine, stored), best_plan)
+            plan = _resolve(PlanRequest(config, model, machine, stored), best_plan)
             break
         except ConfigError as error:
             refused.append(error)
@@ -43,7 +43,7 @@ def resolve(
     if refused:
         kind = DoesNotFit if isinstance(refused[-1], DoesNotFit) else ConfigError
         raise kind(*(reason for error in refused for reason in error.reasons))
-    return with_images(told(plan, model, machine), config, model)
+    return with_images(told(plan, model, machine), config, model, machine)
 
 
 def fits(
@@ -51,7 +51,7 @@ def fits(
 ) -> bool:
     """Whether `resolve` makes a plan; quicker, since any will do."""
     try:
-        _resolve(Wish(config, as_asked(config, model), machine, stored), any_plan)
+        _resolve(PlanRequest(config, as_asked(config, model), machine, stored), any_plan)
     except ConfigError:
         return False
     return True
@@ -68,10 +68,10 @@ def machine_refusals(config: EngineConfig, machine: Machine) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-Planner = Callable[[Wish], Plan]
+Planner = Callable[[PlanRequest], Plan]
 
 
-def _resolve(wish: Wish, planner: Planner) -> Plan:
+def _resolve(wish: PlanRequest, planner: Planner) -> Plan:
     """With experts packed or where they lie. Raises ConfigError with one reason or a few."""
     stored = wish.stored
     config, model, machine = ranked(wish.config, wish.model, wish.machine, stored)
@@ -79,7 +79,7 @@ def _resolve(wish: Wish, planner: Planner) -> Plan:
     against = against_in_place(config, model, expert_format_of(config, stored), stored)
     if mode == "always" and against:
         raise ConfigError(f"--map-experts always: {against}", fields=("map_experts",))
-    wish = Wish(config, model, machine, stored, mode == "always")
+    wish = PlanRequest(config, model, machine, stored, mode == "always")
     if mode == "always" or not stored.in_memory:
         return planner(wish)
     if mode == "never":

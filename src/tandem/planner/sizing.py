@@ -84,8 +84,9 @@ class GpuRoom:
 
     @cached_property
     def workspace(self) -> int:
-        """Bytes of the workspace, in long steps where no chunk size was asked for."""
-        return workspace_bytes(self.request) + self._unpacking(long_step_tokens(self.request.model))
+        """Bytes of the workspace, in long steps where no chunk size was asked for; of all stages."""
+        each = workspace_bytes(self.request) + self._unpacking(long_step_tokens(self.request.model))
+        return each * self.request.config.pipeline_parallel_size
 
     @cached_property
     def scratch(self) -> int:
@@ -100,7 +101,8 @@ class GpuRoom:
     @cached_property
     def left_by_short_steps(self) -> int:
         """Bytes of the workspace: steps of the usual length have fewer experts' rows."""
-        return self._unpacking(long_step_tokens(self.request.model)) - self._unpacking(GPU_PREFILL_TOKENS)
+        less = self._unpacking(long_step_tokens(self.request.model)) - self._unpacking(GPU_PREFILL_TOKENS)
+        return less * self.request.config.pipeline_parallel_size
 
     def _unpacking(self, tokens: int) -> int:
         return unpacking_bytes(self.gpu, self.request.model, step_rows(self.request, tokens))
@@ -177,8 +179,8 @@ def _with_long_steps(room: GpuRoom, usual: GpuMemory) -> GpuMemory:
 def _with_prompt_graphs(room: GpuRoom, memory: GpuMemory, extra: int = 0, streamed: int = 0) -> GpuMemory:
     """And graphs of prompts, if they fit. streamed: rows of steps that bring experts."""
     config = room.request.config
-    sizes, spared = prompt_sizes(config, room.request.model, streamed), config.spared_multiprocessors
-    graphs = graph_bytes(room.request, room.gpu, sizes, streamed > 0, spared)
+    sizes, reserved_sms = prompt_sizes(config, room.request.model, streamed), config.prefill_reserved_sms
+    graphs = graph_bytes(room.request, room.gpu, sizes, streamed > 0, reserved_sms)
     smaller = _undisturbed(fits(room, extra + graphs), memory)
     return memory if smaller is None else replace(smaller, prompt_sizes=sizes)
 

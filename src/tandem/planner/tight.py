@@ -61,7 +61,7 @@ USUAL = Tight()
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class Concessions:
     """Things that may be given up: whatever a flag names stays as it is."""
 
     embedding: tuple[bool, ...]
@@ -88,7 +88,7 @@ class Room:
             yield from (replace(each, running=step.running, chunk=step.chunk) for each in self.easy())
 
 
-def room_of(config: EngineConfig, model: ModelConfig, running: int, gpu: bool) -> Room:
+def room_of(config: EngineConfig, model: ModelConfig, running: int, gpu: bool) -> Concessions:
     """running: sequences together where nothing is given up."""
     usual = prefill_tokens(gpu)
     fewer = tuple(each for each in FEWER if each < running) if config.max_running_requests is None else ()
@@ -96,7 +96,7 @@ def room_of(config: EngineConfig, model: ModelConfig, running: int, gpu: bool) -
     shorter = () if fixed else tuple(each for each in SHORTER if each < usual)
     embedding = (False, True) if gpu and model.foreign is None else (False,)
     tight = gpu and config.mem_fraction_static is None and TIGHT_FRACTION > GPU_FRACTION
-    return Room(embedding, (0.0, TIGHT_FRACTION) if tight else (0.0,), (None, *fewer), (None, *shorter))
+    return Concessions(embedding, (0.0, TIGHT_FRACTION) if tight else (0.0,), (None, *fewer), (None, *shorter))
 
 
 def wanted_tokens(config: EngineConfig, model: ModelConfig) -> int:

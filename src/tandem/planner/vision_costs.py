@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from tandem.flags.engine_config import EngineConfig
-from tandem.planner.forecast.ledger import Entry
+from tandem.planner.forecast.ledger import LedgerEntry
 from tandem.planner.forecast.speeds import CORE_FLOPS, GPU_FLOPS, gpu_model
 from tandem.spec.model_config import ModelConfig
 from tandem.spec.state import DTYPE_BYTES
-from tandem.spec.vision import CPU_PATCHES, Tower, image_turns
+from tandem.spec.vision import CPU_PATCHES, GPU_PATCHES, Tower, image_turns
 
 FEATURE_BYTES = 256 << 20  # of images that were seen, for whoever sends them again
 GPU_IMAGE_TOKENS, CPU_IMAGE_TOKENS = 4096, 1024  # of an image, where nothing was asked
 MEGAPIXEL = 1 << 20
+PIXEL_SHARE = 32  # of free CPU memory, for pixels of requests
+LEAST_PIXEL_BYTES, MOST_PIXEL_BYTES = 256 << 20, 2 << 30
 GPU_SHARE = 0.5  # of what the maker says, that a tower gets
 CORE_ATTENTION = {"scalar": 1e9, "avx2": 3e10}  # operations per second of a core
 LATER_ATTENTION = 6e10  # of later tiers: 2 Zen 5 cores have 1.3e11
@@ -23,7 +25,9 @@ def image_tokens(config: EngineConfig, tower: Tower, gpu: bool) -> int:
     return min(config.image_max_tokens or usual, tower.processor.max_pixels // tower.processor.side**2)
 
 
-def image_entries(config: EngineConfig, model: ModelConfig, dtype: str, step_tokens: int, gpu: bool) -> list[Entry]:
+def image_entries(
+    config: EngineConfig, model: ModelConfig, dtype: str, step_tokens: int, gpu: bool
+) -> list[LedgerEntry]:
     """Ledger entries of images, all on the device that computes steps; [] where no image is read."""
     tower = model.vision
     if tower is None:
@@ -32,10 +36,21 @@ def image_entries(config: EngineConfig, model: ModelConfig, dtype: str, step_tok
     features = max(FEATURE_BYTES, tokens * feature_bytes(tower, dtype))
     scratch = scratch_bytes(tower, tokens, dtype, gpu) + turn_bytes(tower, step_tokens)
     return [
-        Entry("vision tower", tower_params(tower) * each + tower.side**2 * tower.hidden * 4, "reads images"),
-        Entry("image features", features, "of images that were seen, at most"),
-        Entry("image scratch", scratch, f"of an image of {tokens} tokens"),
+        LedgerEntry("vision tower", tower_params(tower) * each + tower.side**2 * tower.hidden * 4, "reads images"),
+        LedgerEntry("image features", features, "of images that were seen, at most"),
+        LedgerEntry("image scratch", scratch, f"of an image of {tokens} tokens"),
     ]
+
+
+def pixel_bytes(free: int) -> int:
+    """Bytes of the resized images of requests that the server keeps, at most. free: CPU memory."""
+    return min(MOST_PIXEL_BYTES, max(LEAST_PIXEL_BYTES, free // PIXEL_SHARE))
+
+
+def pixel_entries(model: ModelConfig, free: int) -> list[LedgerEntry]:
+    """Ledger entry of CPU memory for them, whatever computes steps; [] where no image is read."""
+    words = "of requests, resized, at most; the server's"
+    return [] if model.vision is None else [LedgerEntry("images of requests", pixel_bytes(free), words)]
 
 
 def tower_params(tower: Tower) -> int:
@@ -57,11 +72,11 @@ def feature_bytes(tower: Tower, dtype: str) -> int:
 def scratch_bytes(tower: Tower, tokens: int, dtype: str, gpu: bool) -> int:
     """Scratch bytes of an image's pass at its widest: as pixels, in a block's attention, or in its feed-forward.
 
-    A GPU computes all patches at once, a CPU a tile of them.
+    Both compute a tile of patches at once.
     """
     p, each, hidden = tower.processor, DTYPE_BYTES[dtype], tower.hidden
     patches, pixel = tokens * p.merge**2, 3 * p.patch**2
-    tile = patches if gpu else min(patches, CPU_PATCHES)
+    tile = min(patches, GPU_PATCHES if gpu else CPU_PATCHES)
     pixels = tile * pixel * (12 + p.temporal * (4 + each)) + patches * each * hidden
     attention = patches * 11 * each * hidden + tile * 12 * hidden  # float32 where rows are turned
     feeding = patches * 7 * each * hidden + tile * 2 * each * tower.width

@@ -48,7 +48,7 @@ class LayerError:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class CandidateResult:
     """One candidate's result; `divergence` and `layers` only beside a reference."""
 
     label: str
@@ -68,7 +68,7 @@ class Candidate:
     alone: list[Tensor] = field(default_factory=list)
 
 
-class Head:
+class OutputHead:
     """Final norm and output matrix of a stream."""
 
     def __init__(self, stream: LayerStream) -> None:
@@ -124,7 +124,7 @@ class Comparison:
         self._done, self._what = 0, ""
         self._check_shapes()
 
-    def run(self, writer: LogitsWriter | None = None, keep: int = 0) -> tuple[float | None, list[Measured]]:
+    def run(self, writer: LogitsWriter | None = None, keep: int = 0) -> tuple[float | None, list[CandidateResult]]:
         """(the reference's perplexity, one result per candidate). `writer` is given the reference's rows, the `keep`
         largest logits of each (0: all)."""
         for index in range(len(self._first.config.layers)):
@@ -187,7 +187,7 @@ class Comparison:
 
     # -- logits ---
 
-    def _compare_logits(self, writer: LogitsWriter | None, keep: int) -> tuple[float | None, list[Measured]]:
+    def _compare_logits(self, writer: LogitsWriter | None, keep: int) -> tuple[float | None, list[CandidateResult]]:
         heads = self._heads()
         base, sums = Sums(), [Sums() for _ in self.candidates]
         lone_sums = [[Sums() for _ in candidate.alone] for candidate in self.candidates]
@@ -210,7 +210,7 @@ class Comparison:
             yield first, self.windows.predicting[first : first + ROWS_PER_CHUNK]
 
     def _reference_rows(
-        self, heads: list[Head], first: int, rows: Tensor, targets: Tensor, base: Sums
+        self, heads: list[OutputHead], first: int, rows: Tensor, targets: Tensor, base: Sums
     ) -> KeptRows | None:
         if self.saved is not None:
             saved = self.saved.rows(first, first + len(rows))
@@ -222,14 +222,14 @@ class Comparison:
         base.loss.append(losses(logits, targets))
         return kept_rows(logits, targets)
 
-    def _heads(self) -> list[Head]:
+    def _heads(self) -> list[OutputHead]:
         """The reference's (or the first candidate's), then one per candidate; equal ones are the same object."""
-        by_kind: dict[tuple[object, ...], Head] = {}
+        by_kind: dict[tuple[object, ...], OutputHead] = {}
 
-        def head(stream: LayerStream) -> Head:
+        def head(stream: LayerStream) -> OutputHead:
             key = (stream.variant.directory, stream.plan.dtype, stream.plan.tier, stream.device)
             if key not in by_kind:
-                by_kind[key] = Head(stream)
+                by_kind[key] = OutputHead(stream)
             return by_kind[key]
 
         return [head(self._first), *(head(candidate.stream) for candidate in self.candidates)]
@@ -250,12 +250,12 @@ class Comparison:
         self._report(self._what, self._done, self.steps)
 
 
-def _result(candidate: Candidate, sums: Sums, lone_sums: list[Sums]) -> Measured:
+def _result(candidate: Candidate, sums: Sums, lone_sums: list[Sums]) -> CandidateResult:
     layers = tuple(candidate.errors)
     if lone_sums:
         kls = [float(torch.cat(each.kl).mean()) for each in lone_sums]
         layers = tuple(LayerError(e.layer, e.own, e.total, kl) for e, kl in zip(layers, kls, strict=True))
-    return Measured(
+    return CandidateResult(
         candidate.label, candidate.stream.plan.expert_format, sums.perplexity, sums.divergence, layers
     )
 

@@ -16,10 +16,10 @@ from tandem.checkpoint import load_model_config, open_checkpoint
 from tandem.engine.state.arrays import allocate
 from tandem.engine.step.batch import SequenceRows, host_batch, moved
 from tandem.errors import ConfigError
-from tandem.experts import Experts
+from tandem.experts import RoutedExperts
 from tandem.experts.deferral import Deferral, Due, LateExperts, who_defers
 from tandem.flags.engine_config import EngineConfig
-from tandem.kernels.chosen import Chosen
+from tandem.kernels.chosen import SelectedKeys
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import ExpertBiases, Linear, Ops
 from tandem.kernels.this_machine import this_machine
@@ -159,7 +159,7 @@ class LayerStream:
         self._builder = Builder(self.config, self.plan, checkpoint, self.ops, store=store)
         self._states = self._new_states(longest)
         self._batches = [self._batch(window) for window in windows.ids]
-        self._links: list[dict[int, Chosen | None]] = [{} for _ in self._batches]
+        self._links: list[dict[int, SelectedKeys | None]] = [{} for _ in self._batches]
         self._due = Due()
         self.hidden = self._embedded()
         self.owed = self.hidden.new_zeros(len(self.hidden), self.config.hidden) if variant.late else None
@@ -259,7 +259,7 @@ class _OneLayer:
     def __init__(self, gpu: GpuSide, plan: Plan, config: ModelConfig) -> None:
         self._gpu, self._plan, self._config = gpu, plan, config
 
-    def layer(self, index: int, count: int, width: int, fmt: str, activation: Activation = SILU) -> Experts:
+    def layer(self, index: int, count: int, width: int, fmt: str, activation: Activation = SILU) -> RoutedExperts:
         from tandem.engine.start.gpu_side import handoff_sizes
 
         sizes = handoff_sizes(self._plan, self._config)

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import ConfigError
+from tandem.text.tokenizer import Tokenizer
 
 LEAST_TOKENS = 2  # of a window: one to start from and one to predict
 

@@ -14,8 +14,8 @@ from ray import serve
 from tandem.errors import ConfigError
 from tandem.flags.engine_config import EngineConfig
 from tandem.ray import router
-from tandem.ray.engine import Engine
-from tandem.ray.front import Front
+from tandem.ray.engine import ReplicaEngine
+from tandem.ray.front import ReplicaFront
 from tandem.server.front.child import Command, serve_command
 from tandem.server.front.models_file import FRONT_FLAGS, ModelEntry, ModelsFile, checked, words
 from tandem.server.guard.key import with_key
@@ -46,7 +46,7 @@ def app(
     entries = checked(ModelsFile(tuple(map(_entry, mappings)))).entries
     engines = {entry.name: _engine(entry, one, command) for entry, one in zip(entries, mappings, strict=True)}
     options = {"num_replicas": fronts, "max_replicas_per_node": 1, "ray_actor_options": {"num_cpus": 0}}
-    front = serve.deployment(serve.ingress()(Front)).options(**options, max_ongoing_requests=MAX_OPEN_ANSWERS)
+    front = serve.deployment(serve.ingress()(ReplicaFront)).options(**options, max_ongoing_requests=MAX_OPEN_ANSWERS)
     return front.bind(engines, entries, config)
 
 
@@ -83,7 +83,7 @@ def _engine(entry: ModelEntry, settings: Mapping[str, Any], command: Command) ->
         "request_router_config": RequestRouterConfig(request_router_class=router.PATH),
     }  # fmt: skip
     name = f"Engine-{entry.name}".replace("/", "-").replace("#", "-")
-    return serve.deployment(Engine).options(name=name, **options).bind(entry, command)
+    return serve.deployment(ReplicaEngine).options(name=name, **options).bind(entry, command)
 
 
 def _actor_options(of: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,14 +8,14 @@ from collections.abc import Collection, Mapping
 import msgspec
 
 from tandem.server.body import decode
-from tandem.server.front.dialects import Wish
+from tandem.server.front.dialects import FrontFields
 
 PREFIX_BYTES = 1024  # of a prompt: two that are equal so far go to one replica
 MOST_AHEAD = 2  # requests that a replica may have more than the one with the fewest
 _ORDER = ("system", "instructions", "messages", "prompt", "input", "text", "input_ids")
 
 
-class Prompt(Wish):
+class PromptFields(FrontFields):
     """Fields of a body that choose its replica: each field as it was sent."""
 
     prompt_cache_key: str | None = None
@@ -26,12 +26,12 @@ class Prompt(Wish):
     input_ids: msgspec.Raw = msgspec.Raw()
 
 
-def prompt_of(body: bytes) -> Prompt:
+def prompt_of(body: bytes) -> PromptFields:
     """Raises ApiError 400."""
-    return decode(body, Prompt) if body.strip() else Prompt()
+    return decode(body, PromptFields) if body.strip() else PromptFields()
 
 
-def key_of(prompt: Prompt) -> bytes:
+def key_of(prompt: PromptFields) -> bytes:
     """Equal for prompts that begin alike, and for those whose client says one `prompt_cache_key`."""
     if prompt.prompt_cache_key:
         return prompt.prompt_cache_key.encode(errors="replace")

@@ -1,4 +1,4 @@
-"""`Engine`: a replica of one model. It owns a `kt serve` process, and so all its ranks, on a Unix socket."""
+"""`ReplicaEngine`: a replica of one model. It owns a `kt serve` process, and so all its ranks, on a Unix socket."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tandem.server.front.models_file import ModelEntry
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ReplicaRequest:
     """An HTTP request. target: path and query."""
 
     method: str
@@ -26,7 +26,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class AnswerHead:
     """The first of an answer. replica: whose it is."""
 
     replica: str
@@ -34,7 +34,7 @@ class Head:
     headers: Sequence[tuple[bytes, bytes]]
 
 
-class Engine:
+class ReplicaEngine:
     """A deployment of Ray Serve. It is ready once the model is loaded."""
 
     async def __init__(self, entry: ModelEntry, command: Command = serve_command) -> None:  # type: ignore[misc]  # Ray awaits it
@@ -50,14 +50,16 @@ class Engine:
         if self._child.life is not Life.LOADED:
             raise EngineError(self._child.why)
 
-    async def answer(self, request: Asked, *, key: bytes, avoid: Sequence[str]) -> AsyncIterator[Head | bytes]:
+    async def answer(
+        self, request: ReplicaRequest, *, key: bytes, avoid: Sequence[str]
+    ) -> AsyncIterator[AnswerHead | bytes]:
         """The head, then the body as it comes. `key` and `avoid` are the router's. Raises EngineError where the server
         ends first. A caller that leaves aborts the request."""
         self._child.use()
         answer = None
         try:
             answer = await self._child.wire.ask(request.method, request.target, request.headers, request.body)
-            yield Head(self._name, await answer.head(), answer.headers)
+            yield AnswerHead(self._name, await answer.head(), answer.headers)
             while part := await answer.part():
                 yield part
             answer = None

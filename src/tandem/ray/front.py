@@ -1,5 +1,5 @@
-"""`Front`: the address of all models on Ray Serve. A request goes to a replica of its model; one that is lost before it
-sent anything is asked again elsewhere."""
+"""`ReplicaFront`: the address of all models on Ray Serve. A request goes to a replica of its model; one that is lost
+before it sent anything is asked again elsewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tandem.errors import EngineError, TandemError
 from tandem.flags.engine_config import EngineConfig
 from tandem.ray.choice import key_of, prompt_of
-from tandem.ray.engine import Asked, Head
+from tandem.ray.engine import AnswerHead, ReplicaRequest
 from tandem.server.body import json_response, read_body
 from tandem.server.errors import ApiError, error_response, overloaded
 from tandem.server.front.app import ERROR_FORMS
@@ -36,7 +36,7 @@ _BUSY = (429, 503)
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-class Front:
+class ReplicaFront:
     """A deployment of Ray Serve, and its ingress."""
 
     def __init__(
@@ -92,7 +92,7 @@ class RayApp:
         prompt = prompt_of(body)
         entry = entry_named(self._entries, prompt.model)
         out.model, out.may_wait = entry.name, streams(path, prompt)
-        query = Asked("POST", target_of(scope), sent_headers(scope), body)
+        query = ReplicaRequest("POST", target_of(scope), sent_headers(scope), body)
         await _answered(self._engines[entry.name], query, key_of(prompt), out)
 
     async def _health(self, request: Request) -> Response:
@@ -119,7 +119,7 @@ async def _live(scope: Scope, receive: Receive, send: Send) -> None:
             return
 
 
-async def _answered(engine: Any, query: Asked, key: bytes, out: Out) -> None:
+async def _answered(engine: Any, query: ReplicaRequest, key: bytes, out: Out) -> None:
     """Raises ApiError, EngineError while nothing was sent."""
     avoid: tuple[str, ...] = ()
     for left in reversed(range(TRIES)):
@@ -136,7 +136,9 @@ async def _answered(engine: Any, query: Asked, key: bytes, out: Out) -> None:
         avoid = (*avoid, busy)
 
 
-async def _once(engine: Any, query: Asked, key: bytes, avoid: tuple[str, ...], out: Out, *, last: bool) -> str | None:
+async def _once(
+    engine: Any, query: ReplicaRequest, key: bytes, avoid: tuple[str, ...], out: Out, *, last: bool
+) -> str | None:
     """None: it is answered. Else the replica that has no place for it, of which nothing was sent. Raises RayError."""
     parts = engine.options(stream=True).answer.remote(query, key=key, avoid=avoid)
     head = await _first(parts, out)
@@ -155,7 +157,7 @@ async def _once(engine: Any, query: Asked, key: bytes, avoid: tuple[str, ...], o
     return None
 
 
-async def _first(parts: AsyncIterator[Any], out: Out) -> Head:
+async def _first(parts: AsyncIterator[Any], out: Out) -> AnswerHead:
     """A stream says meanwhile that it waits: for a replica, too."""
     first_part = asyncio.ensure_future(anext(parts))
     try:
@@ -164,5 +166,5 @@ async def _first(parts: AsyncIterator[Any], out: Out) -> Head:
     except BaseException:
         first_part.cancel()
         raise
-    head: Head = first_part.result()
+    head: AnswerHead = first_part.result()
     return head

@@ -31,11 +31,11 @@ from tandem.server.openai_schema import (
     SEEING,
     Architecture,
     Capabilities,
-    Completion,
     CompletionRequest,
     ModelCard,
     ModelList,
     ModelStatus,
+    TextCompletion,
 )
 from tandem.server.page import routes as page
 from tandem.server.responses import routes as responses_routes
@@ -50,11 +50,11 @@ _SENT_TYPES = [
     MemoryBody,
 ]  # fmt: skip
 _SCHEMA_TYPES = [
-    *_SENT_TYPES, ChatCompletion, Completion, SglangAnswer, ModelList, ErrorBody, anthropic_schema.Message,
+    *_SENT_TYPES, ChatCompletion, TextCompletion, SglangAnswer, ModelList, ErrorBody, anthropic_schema.MessageResponse,
     anthropic_schema.TokenCountBody, anthropic_schema.AnthropicError, info_schema.Tokens, info_schema.Text,
     info_schema.Load, info_schema.Loads, info_schema.Props, info_schema.LmStudioModel, info_schema.LmStudioModels,
-    responses_schema.Response, responses_schema.InputTokens, responses_schema.Deleted, ollama_schema.Chunk,
-    ollama_schema.Tags, ollama_schema.Running, ollama_schema.Show, ollama_schema.OllamaError,
+    responses_schema.Response, responses_schema.InputTokens, responses_schema.Deleted, ollama_schema.StreamLine,
+    ollama_schema.Tags, ollama_schema.RunningModels, ollama_schema.Show, ollama_schema.OllamaError,
 ]  # fmt: skip
 _BODIES = (
     "ChatRequest", "CompletionRequest", "SglangSampling", "MessagesRequest", "ResponsesRequest", "Options",
@@ -104,7 +104,7 @@ def _add_openai_routes(app: FastAPI, state: ServerState) -> None:
     async def chat_completions(http: Request) -> Response:
         return await openai_chat.chat(state, http)
 
-    @app.post("/v1/completions", openapi_extra=body_schema(CompletionRequest) | answers(Completion))
+    @app.post("/v1/completions", openapi_extra=body_schema(CompletionRequest) | answers(TextCompletion))
     async def completions(http: Request) -> Response:
         return await openai_completions.complete(state, http)
 

@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect
 
 from tandem.server.errors import ApiError, ClientGone
 from tandem.server.guard.bodies import HELD, UnfinishedBodies
-from tandem.server.guard.shape import Shape, shape_of
+from tandem.server.guard.shape import BodyShape, shape_of
 from tandem.server.limits import (
     DISCARD_BYTES,
     DISCARD_SECONDS,
@@ -130,7 +130,7 @@ def decode_fields(fields: Fields, kind: type[T]) -> tuple[T, dict[str, Any]]:
     return kind(**values), unknown
 
 
-def _decode_field(raw: msgspec.Raw, field: _Known, sent_as: str, unknown: dict[str, Any]) -> Any:
+def _decode_field(raw: msgspec.Raw, field: _KnownField, sent_as: str, unknown: dict[str, Any]) -> Any:
     """Objects are decoded once, to look at what they have, and then made what they should be."""
     if not field.shape.has_fields:
         try:
@@ -147,7 +147,7 @@ def _decode_field(raw: msgspec.Raw, field: _Known, sent_as: str, unknown: dict[s
     return checked
 
 
-def _converted(raw: msgspec.Raw, value: Any, field: _Known) -> Any:
+def _converted(raw: msgspec.Raw, value: Any, field: _KnownField) -> Any:
     """`value` as the field's type. A null is what is left out; to JSON 3.0 is an integer, and some languages write all
     numbers so."""
     try:
@@ -195,7 +195,7 @@ def _decode(body: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[D], where: 
         raise ApiError(400, "the body is nested too deeply", code="invalid_json") from error
 
 
-class _Known(NamedTuple):
+class _KnownField(NamedTuple):
     """A field of a struct. Without objects in it, `decoder` decodes it. `defaulted`: null is as if it were left out."""
 
     name: str
@@ -203,15 +203,15 @@ class _Known(NamedTuple):
     defaulted: bool
     kind: Any
     decoder: msgspec.json.Decoder[Any]
-    shape: Shape
+    shape: BodyShape
 
 
 @cache
-def _known_fields(kind: type[msgspec.Struct]) -> dict[str, _Known]:
+def _known_fields(kind: type[msgspec.Struct]) -> dict[str, _KnownField]:
     """By the names under which they are sent."""
     defaulted = shape_of(kind).defaulted
     return {
-        name: _Known(
+        name: _KnownField(
             field.name, field.required, name in defaulted, field.type, msgspec.json.Decoder(field.type),
             shape_of(field.type),
         )

@@ -34,7 +34,7 @@ WAKING = "the model is being loaded again"
 T = TypeVar("T")
 
 
-class _Route(NamedTuple):
+class _OutputRoute(NamedTuple):
     """Where an output of the engine goes."""
 
     stream: RequestStream
@@ -59,7 +59,7 @@ class EngineClient:
         self._why_down = "the engine is starting"
         self._numbers = itertools.count()
         self._serials: dict[str, str] = {}  # of the client's request ids
-        self._routes: dict[str, _Route] = {}  # by serial
+        self._routes: dict[str, _OutputRoute] = {}  # by serial
         self._flushes: list[asyncio.Future[None]] = []
         self._recordings: list[asyncio.Future[ExpertsRecorded]] = []
         self._looks: list[asyncio.Future[ExpertTraffic]] = []
@@ -169,7 +169,7 @@ class EngineClient:
             serial = str(next(self._numbers))
             self._generate(msgspec.structs.replace(request, id=serial))
             self._serials[request.id] = serial
-            self._routes[serial] = _Route(stream, request.id)
+            self._routes[serial] = _OutputRoute(stream, request.id)
         return stream
 
     def release(self, stream: RequestStream) -> None:
@@ -272,7 +272,7 @@ class EngineClient:
             case _:
                 raise EngineError(f"unexpected message from the engine: {type(message).__name__}")
 
-    def _push(self, route: _Route, output: TokenOutput) -> None:
+    def _push(self, route: _OutputRoute, output: TokenOutput) -> None:
         route.stream.push(msgspec.structs.replace(output, id=route.request_id))
         if route.stream.overflown:
             self.release(route.stream)

@@ -22,8 +22,6 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import msgspec
 import zmq
 
-from tandem.engine.children import signal_at_end_of
-from tandem.engine.garbage import loaded_is_kept
 from tandem.engine.protocol import (
     AbortRequest,
     EngineStats,
@@ -32,13 +30,15 @@ from tandem.engine.protocol import (
     GenerateRequest,
     LookAtExperts,
     RecordExperts,
-    SamplingParams,
+    SamplingSettings,
     TokenOutput,
 )
 from tandem.errors import BusyError, ConfigError, EngineError, RankLost, RequestError, TandemError, typed
 from tandem.flags.engine_config import EngineConfig
 from tandem.planner.memory import gib
 from tandem.planner.plan import Plan
+from tandem.process.children import signal_at_end_of
+from tandem.process.garbage import loaded_is_kept
 from tandem.server.load_progress import LoadProgress
 from tandem.server.messages import (
     CacheFlushed,
@@ -161,7 +161,7 @@ def print_plan(plan: Plan, known_notices: Sequence[str]) -> None:
 def warm_up(engine: SteppedEngine, vocab_size: int) -> None:
     """A first request, whose answer nobody sees: first uses of memory and libraries are slow. Raises EngineError if it
     fails: an engine that cannot answer must not count as ready."""
-    sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    sampling = SamplingSettings(max_tokens=2, temperature=0.0, ignore_eos=True)
     engine.add(GenerateRequest(id="warm-up", prompt_ids=[vocab_size // 2] * 2, sampling=sampling))
     while engine.has_work():
         for output in engine.step():

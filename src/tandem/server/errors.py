@@ -85,7 +85,7 @@ def not_available(param: str, instead: str | None = None) -> ApiError:
 
 @contextmanager
 def named(names: Mapping[str, str]) -> Iterator[None]:
-    """Complaints about the engine's fields (`SamplingParams`, "prompt") get the names that the client knows."""
+    """Complaints about the engine's fields (`SamplingSettings`, "prompt") get the names that the client knows."""
     try:
         yield
     except RequestError as error:

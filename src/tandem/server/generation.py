@@ -55,7 +55,7 @@ class AnswerWriter(Protocol):
 
 
 @dataclass(slots=True)
-class Answer:
+class PartialAnswer:
     """One of the n answers of one prompt, so far."""
 
     texts: list[str] = field(default_factory=list)
@@ -109,7 +109,7 @@ class TokenCount:
         return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
 
 
-def usage_of(answers: Sequence[Sequence[Answer]]) -> Usage:
+def usage_of(answers: Sequence[Sequence[PartialAnswer]]) -> Usage:
     """`answers[prompt][index]`."""
     prompt = sum(max(a.prompt_tokens for a in each) for each in answers)
     cached = sum(max(a.cached_tokens for a in each) for each in answers)
@@ -117,7 +117,7 @@ def usage_of(answers: Sequence[Sequence[Answer]]) -> Usage:
     return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
 
 
-class Generation:
+class SubmittedRequests:
     """Submitted requests. When the client leaves, `Gate` cancels whoever waits for them.
 
     Whoever makes one calls `close`, which aborts what still runs.
@@ -163,9 +163,9 @@ class Generation:
         self._pixels = []
         self._span.end()
 
-    async def collect(self) -> list[list[Answer]]:
+    async def collect(self) -> list[list[PartialAnswer]]:
         """All answers, complete: `[prompt][index]`. Closes."""
-        answers = [[Answer() for _ in range(r.sampling.n)] for r in self.requests]
+        answers = [[PartialAnswer() for _ in range(r.sampling.n)] for r in self.requests]
 
         def add(outputs: list[TokenOutput]) -> None:
             for output in outputs:
@@ -214,7 +214,7 @@ class Generation:
 
 
 class Writing(NamedTuple):
-    """`frames(outputs)` gives the bytes of all events of one wake-up (one write), `last()` those of the end, `failed`
+    """`frames(outputs)` gives the bytes of all events of one wake-up (one write); `last()` those of the end, `failed`
     those of another end, `waiting` those that are sent while there are none."""
 
     frames: Callable[[list[TokenOutput]], bytes]
@@ -228,7 +228,7 @@ class EventStream(StreamingResponse):
     """
 
     def __init__(
-        self, generation: Generation, first: list[TokenOutput] | None, writing: Writing, media_type: str
+        self, generation: SubmittedRequests, first: list[TokenOutput] | None, writing: Writing, media_type: str
     ) -> None:
         """first: None: it has not come yet."""
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # nginx would collect events

@@ -18,12 +18,10 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp
 
-from tandem.engine.garbage import loaded_is_kept
-from tandem.engine.text.chat_template import ChatTemplate, chat_template_text
-from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import ConfigError, TandemError, exit_status
 from tandem.flags import env
 from tandem.flags.engine_config import EngineConfig
+from tandem.process.garbage import loaded_is_kept
 from tandem.server.app import create_app
 from tandem.server.chat.formats.reasoning_format import reasoning_format
 from tandem.server.chat.formats.tool_format import tool_format
@@ -31,6 +29,8 @@ from tandem.server.guard.key import readable_by_others, with_key
 from tandem.server.guard.protocol import GuardedProtocol
 from tandem.server.state import ServerState, TokenizerLoader
 from tandem.server.supervisor import REAL_ENGINE, EngineSupervisor
+from tandem.text.chat_template import ChatTemplate, chat_template_text
+from tandem.text.tokenizer import Tokenizer
 
 log = logging.getLogger("tandem.server")
 

@@ -34,7 +34,6 @@ MAX_HELD_IMAGES = 2048  # of running requests: each is an open file
 MAX_RECENT_IMAGES = 512  # that are kept, and as many whose refusal is known
 MAX_IMAGE_PIXELS = 256_000_000  # of all images of a request, before they are resized
 MAX_WAITING_IMAGE_BYTES = 256 << 20  # of base64 that waits to be decoded; more is refused with 429
-MAX_HELD_PIXEL_BYTES = 2 << 30  # of resized images of running requests; more is refused with 429
 RECENT_PIXEL_BYTES = 256 << 20  # of resized images that are kept: agents send them again
 LOW_DETAIL_TOKENS = 256  # of an image that is to be shown small
 MAX_TOP_LOGPROBS = 20

@@ -37,7 +37,7 @@ _COUNTERS = {
 
 _HANDOFF = {
     "swaps": ("expert_swaps", "Experts that came to the GPU while serving"),
-    "swap_rests": ("expert_swap_rests", "Times that this was paused because it did not pay"),
+    "swap_rests": ("expert_swap_rests", "Times that all went back because it did not pay"),
     "swap_seconds": (
         "expert_swap_seconds",
         "Time that the engine's thread took to decide on swaps and make them",
@@ -162,7 +162,7 @@ class ImageCollector:
         yield CounterMetricFamily("tandem_image_decode_seconds", text, counts.seconds)
         stats, text = self._stats(), "Images that the tower has read: those whose rows were in no cache"
         yield CounterMetricFamily("tandem_tower_images", text, stats.images)
-        text = "Time of the engine's thread for them"
+        text = "Time that the tower computed them"
         yield CounterMetricFamily("tandem_tower_seconds", text, stats.image_seconds)
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 from fastapi import Request, Response
 
-from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenLogprob, TokenOutput
+from tandem.engine.protocol import GenerateRequest, SamplingSettings, TokenLogprob, TokenOutput
+from tandem.engine.sampling.parameters import Dialect, names_in
 from tandem.errors import RequestError
 from tandem.server.body import json_response, read_fields
 from tandem.server.chat.answer_grammar import grammar_field
@@ -18,8 +19,8 @@ from tandem.server.errors import named
 from tandem.server.fields import name_ignored, read_fields_as
 from tandem.server.generation import (
     DONE,
-    Answer,
-    Generation,
+    PartialAnswer,
+    SubmittedRequests,
     TokenCount,
     Writing,
     comment,
@@ -37,14 +38,20 @@ from tandem.server.openai_sampling import (
     wants_all_usage,
     wants_usage,
 )
-from tandem.server.openai_schema import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from tandem.server.openai_schema import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    TextCompletion,
+)
+from tandem.server.sampling_bodies import sent_parameters
 from tandem.server.state import ServerState
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 @dataclass(frozen=True, slots=True)
-class _Prompt:
+class _CompletionPrompt:
     ids: list[int]
     text: str  # what echo repeats
 
@@ -58,8 +65,8 @@ async def complete(state: ServerState, http: Request) -> Response:
     with state.admitted():
         prompts = await _read_prompts(state, _split(body.prompt), body)
         completion_id = request_id(body, "cmpl")
-        with named({"grammar": grammar_field(body) or "grammar"}):
-            generation = Generation(state, http, _requests(state, body, prompts, completion_id), completion_id)
+        with named(names_in(Dialect.OPENAI) | {"grammar": grammar_field(body) or "grammar"}):
+            generation = SubmittedRequests(state, http, _requests(state, body, prompts, completion_id), completion_id)
             writer = _CompletionWriter(state, body, prompts, completion_id)
             if body.stream:
                 response: Response = await generation.events(
@@ -91,26 +98,26 @@ def _split(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
 
 async def _read_prompts(
     state: ServerState, prompts: list[str | list[int]], body: CompletionRequest
-) -> list[_Prompt]:
+) -> list[_CompletionPrompt]:
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     encoded = iter(await state.encode_all(texts, body.add_special_tokens is not False))
     return [
-        _Prompt(next(encoded), prompt)
+        _CompletionPrompt(next(encoded), prompt)
         if isinstance(prompt, str)
         else await _read_ids(state, prompt, bool(body.echo))
         for prompt in prompts
     ]
 
 
-async def _read_ids(state: ServerState, prompt: list[int], echo: bool) -> _Prompt:
+async def _read_ids(state: ServerState, prompt: list[int], echo: bool) -> _CompletionPrompt:
     if not echo:
-        return _Prompt(prompt, "")
+        return _CompletionPrompt(prompt, "")
     state.check_ids(prompt)
-    return _Prompt(prompt, await state.prompts.decode(prompt, skip_special_tokens=False))
+    return _CompletionPrompt(prompt, await state.prompts.decode(prompt, skip_special_tokens=False))
 
 
 def _requests(
-    state: ServerState, body: CompletionRequest, prompts: Sequence[_Prompt], completion_id: str
+    state: ServerState, body: CompletionRequest, prompts: Sequence[_CompletionPrompt], completion_id: str
 ) -> list[GenerateRequest]:
     """A single prompt has the response's own id, others a numbered one."""
     ids = [completion_id] if len(prompts) == 1 else [f"{completion_id}-{i}" for i in range(len(prompts))]
@@ -129,15 +136,16 @@ def _limit(state: ServerState, body: CompletionRequest, prompt_tokens: int) -> i
     return max(1, min(DEFAULT_MAX_TOKENS, state.answer_room(prompt_tokens)))
 
 
-def _sampling(state: ServerState, body: CompletionRequest, limit: int) -> SamplingParams:
+def _sampling(state: ServerState, body: CompletionRequest, limit: int) -> SamplingSettings:
     prompt_logprobs = body.logprobs if body.echo else None
+    sent = sent_parameters(body, Dialect.OPENAI)
     return sampling_of(
         body,
         state.sampling_defaults,
         max_tokens=limit,
         logprobs=body.logprobs,
         prompt_logprobs=prompt_logprobs,
-        dry_breakers=dry_breakers(body, state.tokenizer),
+        dry_breakers=dry_breakers(body.dry_sequence_breakers, sent, state.tokenizer),
     )
 
 
@@ -145,7 +153,7 @@ class _CompletionWriter:
     """Writes one request's answers, whole or as events. Choice number = prompt number × n + answer number."""
 
     def __init__(
-        self, state: ServerState, body: CompletionRequest, prompts: Sequence[_Prompt], completion_id: str
+        self, state: ServerState, body: CompletionRequest, prompts: Sequence[_CompletionPrompt], completion_id: str
     ) -> None:
         self._tokenizer = state.tokenizer
         self._head: dict[str, Any] = {
@@ -153,10 +161,11 @@ class _CompletionWriter:
             "created": int(time.time()),
             "model": state.model_name,
         }
-        self._n = body.n or 1
+        sent = sent_parameters(body, Dialect.OPENAI)
+        self._n = sent.get("n", 1)
         self._prompts = prompts
         self._echo = bool(body.echo)
-        self._skip_special = body.skip_special_tokens is not False
+        self._skip_special = sent.get("skip_special_tokens", True)
         self._prompt_only = body.max_tokens == 0
         self._top = body.logprobs
         self._with_ids = bool(body.return_token_ids)
@@ -169,15 +178,15 @@ class _CompletionWriter:
         self._begun: set[tuple[str, int]] = set()
         self._encoder = msgspec.json.Encoder()
 
-    def whole(self, answers: list[list[Answer]]) -> Completion:
+    def whole(self, answers: list[list[PartialAnswer]]) -> TextCompletion:
         choices = [
             self._choice(prompt, index, answer)
             for prompt, each in enumerate(answers)
             for index, answer in enumerate(each)
         ]
-        return Completion(**self._head, choices=choices, usage=usage_of(answers))
+        return TextCompletion(**self._head, choices=choices, usage=usage_of(answers))
 
-    def _choice(self, prompt: int, index: int, answer: Answer) -> CompletionChoice:
+    def _choice(self, prompt: int, index: int, answer: PartialAnswer) -> CompletionChoice:
         text, tokens = answer.text, answer.logprobs
         if self._prompt_only:
             text, tokens = "", []
@@ -239,13 +248,13 @@ class _CompletionWriter:
     def _event(self, choice: CompletionChoice) -> bytes:
         if self._with_usage:
             usage = self._count.usage() if self._all_usage else None
-            return frame(self._encoder.encode(Completion(**self._head, choices=[choice], usage=usage)))
-        return frame(self._encoder.encode(Completion(**self._head, choices=[choice])))
+            return frame(self._encoder.encode(TextCompletion(**self._head, choices=[choice], usage=usage)))
+        return frame(self._encoder.encode(TextCompletion(**self._head, choices=[choice])))
 
     def last(self) -> bytes:
         if not self._with_usage:
             return DONE
         return (
-            frame(self._encoder.encode(Completion(**self._head, choices=[], usage=self._count.usage())))
+            frame(self._encoder.encode(TextCompletion(**self._head, choices=[], usage=self._count.usage())))
             + DONE
         )

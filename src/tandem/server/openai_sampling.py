@@ -1,36 +1,30 @@
-"""OpenAI sampling fields → `SamplingParams`."""
+"""OpenAI sampling fields → `SamplingSettings`."""
 
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from tandem.engine.protocol import SamplingParams
+from tandem.engine.protocol import SamplingSettings
+from tandem.engine.sampling.parameters import Dialect
 from tandem.errors import RequestError
 from tandem.server.chat.answer_grammar import grammar_of
 from tandem.server.openai_schema import SamplingBody, StreamOptions
+from tandem.server.sampling_bodies import sent_parameters
 
-NARROWING = (
-    "typical_p", "xtc_probability", "xtc_threshold", "dry_multiplier", "dry_base", "dry_allowed_length",
-    "dry_penalty_last_n",
-)  # fmt: skip
 _BREAKERS = ("\n", ":", '"', "*")
-_SAME_NAME = (
-    "temperature", "top_p", "n", "seed", "presence_penalty", "frequency_penalty", "top_k", "min_p",
-    "repetition_penalty", "min_tokens", "ignore_eos", "skip_special_tokens", *NARROWING,
-)  # fmt: skip
 
 
 def new_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
-def sampling_of(body: SamplingBody, defaults: dict[str, float], **chosen: Any) -> SamplingParams:
-    """Fields that the body leaves out are the model's `defaults`, or else `SamplingParams`'; `chosen` are decided by
+def sampling_of(body: SamplingBody, defaults: dict[str, float], **chosen: Any) -> SamplingSettings:
+    """Fields that the body leaves out are the model's `defaults`, or else `SamplingSettings`'; `chosen` are decided by
     the route."""
-    sent: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
-    return SamplingParams(
-        **(defaults | sent),
+    return SamplingSettings(
+        **(defaults | sent_parameters(body, Dialect.OPENAI)),
         stop=stop_strings(body.stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         include_stop=bool(body.no_stop_trim),
@@ -46,24 +40,17 @@ def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
-class _Dry(Protocol):
-    """The fields of a body that say where repetitions end."""
-
-    @property
-    def dry_multiplier(self) -> float | None: ...
-    @property
-    def dry_sequence_breakers(self) -> list[str] | None: ...
-
-
-class _Encoder(Protocol):
+class _TextEncoder(Protocol):
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
 
-def dry_breakers(body: _Dry, tokenizer: _Encoder) -> tuple[int, ...]:
-    """The token with which each text ends inside of a text."""
-    if not body.dry_multiplier:
+def dry_breakers(
+    texts: Sequence[str] | None, sent: Mapping[str, Any], tokenizer: _TextEncoder
+) -> tuple[int, ...]:
+    """The token with which each text ends inside of a text; () without DRY. sent: parameters, by name."""
+    if not sent.get("dry_multiplier"):
         return ()
-    texts = _BREAKERS if body.dry_sequence_breakers is None else body.dry_sequence_breakers
+    texts = _BREAKERS if texts is None else texts
     if any(len(text) > 64 for text in texts):
         raise RequestError(
             "dry_sequence_breakers must have at most 64 characters each", "dry_sequence_breakers"

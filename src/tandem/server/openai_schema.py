@@ -10,10 +10,11 @@ from typing import Annotated
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from tandem.engine.sampling.parameters import Dialect
 from tandem.server.chat.answer_grammar import OpenAIGrammarFields
 from tandem.server.limits import MAX_ID_CHARS, MAX_TOP_LOGPROBS
+from tandem.server.sampling_bodies import Int64, with_parameters
 
-Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 RequestId = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
@@ -24,37 +25,19 @@ class StreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool = False  # in every chunk, as vLLM
 
 
+@with_parameters(Dialect.OPENAI)
 class SamplingBody(OpenAIGrammarFields, kw_only=True):
-    """Fields that both OpenAI routes share. Ranges are checked by `engine/limits.py`."""
+    """Fields that both OpenAI routes share, beside those of the table. `engine/limits.py` checks ranges."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Int64 | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    n: Int64 | None = None
     stop: str | list[str] | None = None
-    seed: Int64 | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     # SGLang's extras, and llama.cpp's
-    top_k: Int64 | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    xtc_probability: float | None = None
-    xtc_threshold: float | None = None
-    dry_multiplier: float | None = None
-    dry_base: float | None = None
-    dry_allowed_length: Int64 | None = None
-    dry_penalty_last_n: Int64 | None = None
     dry_sequence_breakers: Annotated[list[str], Meta(max_length=64)] | None = None
-    repetition_penalty: float | None = None
-    min_tokens: Int64 | None = None
-    ignore_eos: bool | None = None
     stop_token_ids: list[TokenId] | None = None
-    skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
     rid: RequestId | None = None
     request_id: RequestId | None = None  # vLLM's name for it
@@ -128,7 +111,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     prompt_token_ids: list[int] | UnsetType = UNSET  # in a stream: of an answer's first chunk
 
 
-class Completion(msgspec.Struct, frozen=True):
+class TextCompletion(msgspec.Struct, frozen=True):
     """Also one chunk of a stream, which has no usage except, when asked for, the last."""
 
     id: str

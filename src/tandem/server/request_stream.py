@@ -21,7 +21,7 @@ class StreamObserver(Protocol):
     def finished(self, reason: str, seconds: float) -> None: ...
 
 
-class _Answer:
+class _OpenAnswer:
     """Times of one of the n answers of one prompt."""
 
     __slots__ = ("last_token_at",)
@@ -45,7 +45,7 @@ class RequestStream:
         self.probe = probe
         self.position = {request.id: index for index, request in enumerate(requests)}
         self.submitted_at = time.monotonic()
-        self._open = {(r.id, i): _Answer() for r in requests for i in range(r.sampling.n)}
+        self._open = {(r.id, i): _OpenAnswer() for r in requests for i in range(r.sampling.n)}
         self.overflown = False  # so much lies unread that the answers must end
         self._most_unread = max(MAX_UNREAD_OUTPUTS, MAX_UNREAD_PER_ANSWER * len(self._open))
         self._observer = observer
@@ -110,7 +110,7 @@ class RequestStream:
             self._error = error
             self._notify()
 
-    def _observe(self, answer: _Answer, output: TokenOutput) -> None:
+    def _observe(self, answer: _OpenAnswer, output: TokenOutput) -> None:
         now = time.monotonic()
         if output.token_ids:
             if answer.last_token_at is None:

@@ -10,11 +10,11 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import PlainTextResponse
 
 import tandem
-from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.engine.protocol import GenerateRequest, SamplingSettings
 from tandem.errors import RequestError
 from tandem.server.body import body_schema, decode, json_response, read_body, with_field
 from tandem.server.errors import ApiError, unavailable
-from tandem.server.generation import Generation
+from tandem.server.generation import SubmittedRequests
 from tandem.server.guard.traces import shown_endpoint
 from tandem.server.limits import HEALTH_SECONDS
 from tandem.server.openai_sampling import new_id
@@ -22,7 +22,7 @@ from tandem.server.sglang_schema import AbortBody, MemoryBody
 from tandem.server.sleep import until_any
 from tandem.server.state import ServerState
 
-_SECRET_FIELDS = {"api_key", "given"}
+_SECRET_FIELDS = {"api_key", "given", "former"}
 _ABORT_BODY = body_schema(AbortBody, anyOf=[with_field("rid", minLength=1), with_field("abort_all", const=True)])
 _MEMORY_BODY = body_schema(MemoryBody, needed=False)
 _RECORDER_FIELDS = ("recording", "mode", "passes", "tokens", "file")
@@ -139,8 +139,8 @@ async def _generate_one(state: ServerState, http: Request) -> None:
         return
     before = state.client.stats.generated_tokens
     prompt = await state.encode("Hello", add_special_tokens=True)
-    sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-    generation = Generation(
+    sampling = SamplingSettings(max_tokens=1, temperature=0.0, ignore_eos=True)
+    generation = SubmittedRequests(
         state, http, [GenerateRequest(id=new_id("health"), prompt_ids=prompt, sampling=sampling)], probe=True
     )
     try:

@@ -10,16 +10,26 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi import Request, Response
 
-from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenOutput
+from tandem.engine.protocol import GenerateRequest, SamplingSettings, TokenOutput
+from tandem.engine.sampling.parameters import Dialect, names_in
 from tandem.errors import RequestError
 from tandem.server.body import json_response, read_fields
 from tandem.server.chat.answer_grammar import grammar_field, grammar_of
 from tandem.server.errors import named
 from tandem.server.fields import name_ignored, read_fields_as, refuse_misspelt
-from tandem.server.generation import DONE, Answer, Generation, Writing, comment, frame, openai_failure
+from tandem.server.generation import (
+    DONE,
+    PartialAnswer,
+    SubmittedRequests,
+    Writing,
+    comment,
+    frame,
+    openai_failure,
+)
 from tandem.server.limits import MAX_PROMPTS
 from tandem.server.logprobs import sglang_logprobs, sglang_top_logprobs
-from tandem.server.openai_sampling import NARROWING, dry_breakers, logit_bias, new_id, stop_strings
+from tandem.server.openai_sampling import dry_breakers, logit_bias, new_id, stop_strings
+from tandem.server.sampling_bodies import sent_parameters
 from tandem.server.sglang_images import Shown, with_images
 from tandem.server.sglang_schema import FinishReason, MetaInfo, SglangAnswer, SglangRequest, SglangSampling
 from tandem.server.state import ServerState
@@ -27,11 +37,10 @@ from tandem.server.state import ServerState
 T = TypeVar("T")
 
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
-_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}  # SGLang's
 
 
 @dataclass(frozen=True, slots=True)
-class _Ask:
+class _SglangPrompts:
     """One prompt of the batch and what it asks for."""
 
     request: GenerateRequest
@@ -49,7 +58,7 @@ async def generate(state: ServerState, http: Request) -> Response:
     name = body.rid if isinstance(body.rid, str) else ""
     with state.admitted(), named(_names(body)):
         asks, batched = await _asks(state, body)
-        generation = Generation(state, http, [ask.request for ask in asks], name)
+        generation = SubmittedRequests(state, http, [ask.request for ask in asks], name)
         writer = _Writer(state, body, asks, generation, batched)
         if body.stream:
             response: Response = await generation.events(Writing(writer.frames, lambda: DONE, openai_failure, comment))
@@ -62,10 +71,10 @@ def _names(body: SglangRequest) -> dict[str, str]:
     params = body.sampling_params
     each = params if isinstance(params, list) else [params or SglangSampling()]
     grammar = next((name for one in each if (name := grammar_field(one))), "grammar")
-    return _NAMES | {"prompt": "text" if body.input_ids is None else "input_ids", "grammar": grammar}
+    return names_in(Dialect.SGLANG) | {"prompt": "text" if body.input_ids is None else "input_ids", "grammar": grammar}
 
 
-async def _asks(state: ServerState, body: SglangRequest) -> tuple[list[_Ask], bool]:
+async def _asks(state: ServerState, body: SglangRequest) -> tuple[list[_SglangPrompts], bool]:
     prompts, batched = await _prompts(state, body)
     shown_prompts = await with_images(state, body, prompts, batched)
     count = len(shown_prompts)
@@ -79,7 +88,7 @@ async def _asks(state: ServerState, body: SglangRequest) -> tuple[list[_Ask], bo
     ):
         sampling = _sampling(state, p, len(prompt.ids), top if logprobs else None, top if start >= 0 else None)
         request = GenerateRequest(id=rid, prompt_ids=prompt.ids, sampling=sampling, images=prompt.images)
-        asks.append(_Ask(request, prompt, logprobs, start, top))
+        asks.append(_SglangPrompts(request, prompt, logprobs, start, top))
     return asks, batched
 
 
@@ -124,32 +133,24 @@ def _ids(rid: str | list[str] | None, count: int) -> list[str]:
 
 def _sampling(
     state: ServerState, p: SglangSampling, prompt_tokens: int, top: int | None, prompt_top: int | None
-) -> SamplingParams:
+) -> SamplingSettings:
     """The default max_new_tokens shrinks to what fits; a limit that the user set is taken at its word."""
     limit = p.max_new_tokens
     if isinstance(limit, msgspec.UnsetType):
         limit = max(1, min(DEFAULT_MAX_NEW_TOKENS, state.answer_room(prompt_tokens)))
-    same: dict[str, Any] = {name: getattr(p, name) for name in _SAME_NAME}
-    return SamplingParams(
+    same = sent_parameters(p, Dialect.SGLANG)
+    return SamplingSettings(
         **same,
         max_tokens=limit,
-        min_tokens=p.min_new_tokens,
-        seed=p.sampling_seed,
         logit_bias=logit_bias(p.logit_bias),
         grammar=grammar_of(p),
         stop=stop_strings(p.stop),
         stop_token_ids=tuple(p.stop_token_ids or ()),
         include_stop=p.no_stop_trim,
-        dry_breakers=dry_breakers(p, state.tokenizer),
+        dry_breakers=dry_breakers(p.dry_sequence_breakers, same, state.tokenizer),
         logprobs=top,
         prompt_logprobs=None if top is None else prompt_top,
     )
-
-
-_SAME_NAME = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "ignore_eos", "skip_special_tokens", "n", *NARROWING,
-)  # fmt: skip
 
 
 class _Writer:
@@ -164,8 +165,8 @@ class _Writer:
         self,
         state: ServerState,
         body: SglangRequest,
-        asks: Sequence[_Ask],
-        generation: Generation,
+        asks: Sequence[_SglangPrompts],
+        generation: SubmittedRequests,
         batched: bool,
     ) -> None:
         self._tokenizer = state.tokenizer
@@ -175,11 +176,11 @@ class _Writer:
         self._incremental = state.config.incremental_streaming_output
         self._batched = batched
         self._began = time.monotonic()
-        self._answers = [[Answer() for _ in range(ask.request.sampling.n)] for ask in asks]
+        self._answers = [[PartialAnswer() for _ in range(ask.request.sampling.n)] for ask in asks]
         self._several = sum(len(each) for each in self._answers) > 1
         self._encoder = msgspec.json.Encoder()
 
-    def whole(self, answers: list[list[Answer]]) -> SglangAnswer | list[SglangAnswer]:
+    def whole(self, answers: list[list[PartialAnswer]]) -> SglangAnswer | list[SglangAnswer]:
         shaped = [
             self._shape(ask, answer, answer, None)
             for ask, each in zip(self._asks, answers, strict=True)
@@ -189,14 +190,14 @@ class _Writer:
 
     def frames(self, outputs: list[TokenOutput]) -> bytes:
         """One event for each answer. A reader who is late does not get the text of each token again."""
-        new: dict[tuple[int, int], Answer] = {}
+        new: dict[tuple[int, int], PartialAnswer] = {}
         for output in outputs:
             place = self._generation.position(output), output.index
             self._answers[place[0]][place[1]].add(output)
-            new.setdefault(place, Answer()).add(output)
+            new.setdefault(place, PartialAnswer()).add(output)
         return b"".join([self._frame(*place, answer) for place, answer in new.items()])
 
-    def _frame(self, position: int, index: int, new: Answer) -> bytes:
+    def _frame(self, position: int, index: int, new: PartialAnswer) -> bytes:
         answer = self._answers[position][index]
         scored = answer if answer.finish_reason is not None and not self._incremental else new
         before = sum(len(each) for each in self._answers[:position])
@@ -206,7 +207,9 @@ class _Writer:
             answer.forget()
         return data
 
-    def _shape(self, ask: _Ask, answer: Answer, scored: Answer, index: int | None) -> SglangAnswer:
+    def _shape(
+        self, ask: _SglangPrompts, answer: PartialAnswer, scored: PartialAnswer, index: int | None
+    ) -> SglangAnswer:
         """scored: whose log-probabilities are told."""
         meta = MetaInfo(
             id=ask.request.id,
@@ -219,7 +222,7 @@ class _Writer:
         )
         return SglangAnswer(answer.text, answer.token_ids, meta, index)
 
-    def _logprobs(self, ask: _Ask, answer: Answer) -> dict[str, Any]:
+    def _logprobs(self, ask: _SglangPrompts, answer: PartialAnswer) -> dict[str, Any]:
         prompt = answer.prompt_logprobs[ask.start :] if ask.start >= 0 else []
         shapes: dict[str, Any] = {
             "input_token_logprobs": sglang_logprobs(self._tokenizer, prompt, self._with_text),
@@ -232,7 +235,7 @@ class _Writer:
         return shapes
 
 
-def _finish_reason(answer: Answer) -> FinishReason | None:
+def _finish_reason(answer: PartialAnswer) -> FinishReason | None:
     match answer.finish_reason:
         case None:
             return None

@@ -8,10 +8,10 @@ from typing import NamedTuple
 from tandem.engine.images.placeholders import with_rows
 from tandem.engine.vision.spans import ImageSpan
 from tandem.errors import RequestError
-from tandem.server.chat.attachments import Attachment, Sight, Source
+from tandem.server.chat.attachments import Attachment, ImageSource, Sight
 from tandem.server.chat.content import Content, images_of, joined
 from tandem.server.errors import not_available
-from tandem.server.prompts.images import ImageReader, Seen
+from tandem.server.prompts.images import ImageReader, PreparedImage
 from tandem.server.sglang_schema import SglangRequest
 from tandem.server.state import ServerState
 
@@ -21,7 +21,7 @@ class Shown(NamedTuple):
 
     ids: list[int]
     images: tuple[ImageSpan, ...] = ()
-    seen: tuple[Seen, ...] = ()
+    seen: tuple[PreparedImage, ...] = ()
 
 
 async def with_images(
@@ -35,7 +35,7 @@ async def with_images(
     listed = _listed(body.image_data, len(prompts), batched)
     parts = [_parts(state, ids, *each) for ids, each in zip(prompts, listed, strict=True)]
     read = iter(await state.images.read(images_of(joined([part for each in parts for part in each]))))
-    pictures = [[one for _, one in zip(each, read, strict=False) if isinstance(one, Seen)] for each in parts]
+    pictures = [[one for _, one in zip(each, read, strict=False) if isinstance(one, PreparedImage)] for each in parts]
     return [_shown(state.images, ids, each) for ids, each in zip(prompts, pictures, strict=True)]
 
 
@@ -72,11 +72,11 @@ def _parts(state: ServerState, ids: list[int], images: list[str], wheres: list[s
         raise RequestError(text, "image_data")
     sight = Sight([], images=True, refuses=True)
     return [
-        Attachment("image", field="", image=Source(data, bare=True)).shown(where, sight)
+        Attachment("image", field="", image=ImageSource(data, bare=True)).shown(where, sight)
         for data, where in zip(images, wheres, strict=True)
     ]
 
 
-def _shown(reader: ImageReader, ids: list[int], images: Sequence[Seen]) -> Shown:
+def _shown(reader: ImageReader, ids: list[int], images: Sequence[PreparedImage]) -> Shown:
     ids, firsts = with_rows(ids, reader.placeholder, [one.rows for one in images])
     return Shown(ids, tuple(one.span(first) for one, first in zip(images, firsts, strict=True)), tuple(images))

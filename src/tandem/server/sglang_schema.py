@@ -7,40 +7,24 @@ from typing import Annotated
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from tandem.engine.sampling.parameters import Dialect
 from tandem.server.chat.answer_grammar import GrammarFields
 from tandem.server.limits import MAX_PROMPTS
 from tandem.server.logprobs import SglangLogprob
-from tandem.server.openai_schema import Int64, RequestId, TokenId, TopLogprobs
+from tandem.server.openai_schema import RequestId, TokenId, TopLogprobs
+from tandem.server.sampling_bodies import Int64, with_parameters
 
 
+@with_parameters(Dialect.SGLANG, defaults=True)
 class SglangSampling(GrammarFields, kw_only=True):
-    """`sampling_params`. Ranges are checked by `engine/limits.py`."""
+    """`sampling_params`, beside those of the table. `engine/limits.py` checks ranges."""
 
     max_new_tokens: Int64 | UnsetType | None = UNSET  # left out: 128; null: up to the context length
-    min_new_tokens: Int64 = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: Int64 = -1
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: Int64 = 2
-    dry_penalty_last_n: Int64 = -1
     dry_sequence_breakers: Annotated[list[str], Meta(max_length=64)] | None = None
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    sampling_seed: Int64 | None = None
     logit_bias: dict[str, float] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
     no_stop_trim: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    n: Int64 = 1
 
 
 class SglangRequest(msgspec.Struct, kw_only=True):

@@ -12,9 +12,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from tandem.engine import limits as engine_limits
-from tandem.engine.protocol import GenerateRequest, SamplingParams
-from tandem.engine.text.chat_template import chat_template_text
-from tandem.engine.text.markers import MarkerGuard
+from tandem.engine.protocol import GenerateRequest, SamplingSettings
 from tandem.engine.vision.spans import check_images
 from tandem.errors import RequestError
 from tandem.flags.engine_config import EngineConfig
@@ -33,10 +31,12 @@ from tandem.server.metrics import ServerMetrics
 from tandem.server.prompts.images import ImageReader, Pixels
 from tandem.server.prompts.reader import PromptReader, PromptTokenizer
 from tandem.server.request_stream import RequestStream
+from tandem.text.chat_template import chat_template_text
+from tandem.text.markers import MarkerGuard
 
 
 class TextTokenizer(PromptTokenizer, Protocol):
-    """Part of `tandem.engine.text.tokenizer.Tokenizer` that the server needs."""
+    """Part of `tandem.text.tokenizer.Tokenizer` that the server needs."""
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
     def token_text(self, token_id: int) -> str: ...
@@ -94,7 +94,8 @@ class ServerState:
             self._prompts = PromptReader(self._tokenizer)
             self._prompts.start()
             parsers = self.config.tool_call_parser, self.config.reasoning_parser
-            reader = None if ready.vision is None else ImageReader(ready.vision, ready.plan.image_tokens)
+            limits = ready.plan.image_tokens, ready.plan.image_pixel_bytes
+            reader = None if ready.vision is None else ImageReader(ready.vision, *limits)
             self._chat = ChatModel(self._tokenizer, self._prompts, *parsers, images=reader)
             self.images = reader if self._chat.sees else None
         self._prompts.limit = engine_limits.token_limit(*_room(ready.plan))
@@ -243,7 +244,7 @@ def _loaded(part: T | None, client: EngineClient) -> T:
     return part
 
 
-def cut_to_room(state: ServerState, sampling: SamplingParams, prompt_tokens: int) -> SamplingParams:
+def cut_to_room(state: ServerState, sampling: SamplingSettings, prompt_tokens: int) -> SamplingSettings:
     """Agents ask for 32,000 tokens and more, whatever the model is: an answer then ends where the context does. A
     prompt that leaves no room is refused by the engine's own checks."""
     room = max(1, state.answer_room(prompt_tokens))

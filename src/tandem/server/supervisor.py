@@ -15,9 +15,9 @@ from collections.abc import Callable
 import zmq
 import zmq.asyncio
 
-from tandem.engine.children import exit_reason
 from tandem.errors import ConfigError, EngineError, TandemError
 from tandem.flags.engine_config import EngineConfig
+from tandem.process.children import exit_reason
 from tandem.server import engine_client
 from tandem.server.endpoint import forget, private_endpoint
 from tandem.server.engine_client import EngineClient
@@ -44,7 +44,7 @@ STOP_SECONDS = 3.0  # for a clean exit, before kill
 log = logging.getLogger("tandem.server")
 
 
-class _Life(enum.Enum):
+class _EngineLife(enum.Enum):
     """How one engine process ended."""
 
     STOPPED = "stopped"
@@ -89,14 +89,14 @@ class EngineSupervisor:
             while not self._stopping.is_set():
                 began = time.monotonic()
                 how = await self._one_life()
-                if how is _Life.STOPPED:
+                if how is _EngineLife.STOPPED:
                     return
                 if self._client.sleep.asleep:
-                    failed_wakes = failed_wakes + 1 if how is _Life.NEVER_READY else 0
+                    failed_wakes = failed_wakes + 1 if how is _EngineLife.NEVER_READY else 0
                     await self._rest(failed_wakes)
                     continue
-                failed_starts = failed_starts + 1 if how is _Life.NEVER_READY else 0
-                lives += how is _Life.DIED
+                failed_starts = failed_starts + 1 if how is _EngineLife.NEVER_READY else 0
+                lives += how is _EngineLife.DIED
                 attempts = START_ATTEMPTS if lives else FIRST_ATTEMPTS if self._was_killed else 1
                 if failed_starts >= attempts:
                     rejected = self._refused and lives == 0
@@ -143,7 +143,7 @@ class EngineSupervisor:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), seconds)
 
-    async def _one_life(self) -> _Life:
+    async def _one_life(self) -> _EngineLife:
         try:
             with (
                 rank_processes(self._config.tensor_parallel_size) as ranks,
@@ -161,7 +161,7 @@ class EngineSupervisor:
             self._start_error = str(error)
         finally:
             self._send = None
-        return _Life.NEVER_READY
+        return _EngineLife.NEVER_READY
 
     async def _spawn(self, endpoint: str) -> asyncio.subprocess.Process:
         """The child shares the terminal, so its progress and plan lines are seen as they come."""
@@ -173,7 +173,7 @@ class EngineSupervisor:
 
     async def _attend(
         self, socket: zmq.asyncio.Socket, process: asyncio.subprocess.Process, endpoint: str, ranks: RankProcesses
-    ) -> _Life:
+    ) -> _EngineLife:
         """Listen to one process until it ends, for whatever reason; never leaves it running, nor other ranks."""
         self._send = lambda message: _send_now(socket, message)
         self._start_error, self._killed_because, self._refused = "", "", False
@@ -219,22 +219,22 @@ class EngineSupervisor:
             _kill(process)
         return await ended
 
-    def _ended(self, code: int) -> _Life:
+    def _ended(self, code: int) -> _EngineLife:
         if self._stopping.is_set():
             self._client.detach("the server is stopping")
-            return _Life.STOPPED
+            return _EngineLife.STOPPED
         asleep = self._client.sleep.asleep
         if self._loaded and asleep:
-            return _Life.SLEPT
+            return _EngineLife.SLEPT
         reason = self._killed_because or exit_reason(code)
         if not asleep:  # else what waits is told why it cannot be loaded
             self._client.detach(f"the engine process ended ({reason}) and is being restarted; try again")
         if self._loaded:
             log.error("the engine process ended (%s); restarting it", reason)
-            return _Life.DIED
+            return _EngineLife.DIED
         self._was_killed = not self._start_error and "SIGKILL" in reason  # or a rank was
         self._start_error = self._start_error or f"the engine process ended at start ({reason})"
-        return _Life.NEVER_READY
+        return _EngineLife.NEVER_READY
 
     async def _listen(self, socket: zmq.asyncio.Socket, endpoint: str) -> None:
         while True:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from tandem.spec.layers import Layer
 from tandem.spec.norm import Norm
-from tandem.spec.state import Array, Pages, Ring, State
+from tandem.spec.state import Array, Pages, State, WindowRing
 
 
 @dataclass(frozen=True, slots=True)
-class GuessBlock:
+class DraftBlockShape:
     """`size` tokens are guessed at once by `layers` layers, one behind the other.
 
     Rows of the block are the last token and, for those behind it, the token `unknown`. They see each other, and a
@@ -41,7 +41,7 @@ class Drafts:
     layer: Layer
     norm: Norm
     vocab: int = 0  # tokens that it can guess, of the model's; 0: all
-    block: GuessBlock | None = None  # None: one token is guessed after the other
+    block: DraftBlockShape | None = None  # None: one token is guessed after the other
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -66,7 +66,7 @@ class Drafts:
         time."""
         own = tuple(state for layer in self.layers for block in layer.blocks for state in block.body.states())
         hidden_states, last = Array("hidden", (self._row_channels(hidden),)), window_of(own)
-        return (*own, Ring(hidden_states, last) if last else Pages((hidden_states,)))
+        return (*own, WindowRing(hidden_states, last) if last else Pages((hidden_states,)))
 
     def _row_channels(self, hidden: int) -> int:
         """Channels of the model that a row is made of."""
@@ -78,5 +78,5 @@ class Drafts:
 
 def window_of(states: Iterable[State]) -> int:
     """How many last tokens are enough to make all rows that such states hold; 0: all of them."""
-    each = [state.last if isinstance(state, Ring) else 0 for state in states]
+    each = [state.last if isinstance(state, WindowRing) else 0 for state in states]
     return max(each) if each and all(each) else 0

@@ -75,7 +75,7 @@ MOST_PARTS, LEAST_PARTS = 6, 2
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
+class StagingRing:
     """Parts of so many experts each. One is unpacked while the others arrive."""
 
     parts: int
@@ -91,9 +91,9 @@ class Ring:
         return 2 * -(-places // self.experts) <= self.parts
 
 
-def ring_of(expert_bytes: int, at_once: int) -> Ring:
+def ring_of(expert_bytes: int, at_once: int) -> StagingRing:
     """expert_bytes: of the largest expert, packed. at_once: how many are unpacked together."""
     each = max(1, expert_bytes)
     experts = max(1, min(at_once, max(PART_BYTES // each, min(PART_EXPERTS, RING_BYTES // (LEAST_PARTS * each)))))
     part = -(-experts * expert_bytes // 256) * 256
-    return Ring(max(LEAST_PARTS, min(MOST_PARTS, RING_BYTES // max(1, part))), experts, part)
+    return StagingRing(max(LEAST_PARTS, min(MOST_PARTS, RING_BYTES // max(1, part))), experts, part)

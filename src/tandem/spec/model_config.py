@@ -16,9 +16,9 @@ from tandem.spec.activation import SILU
 from tandem.spec.drafts import Drafts
 from tandem.spec.layers import Attention, Body, Layer, Mixer, ResidualStreams
 from tandem.spec.norm import Norm
-from tandem.spec.shard import ALONE, Shard, Share
+from tandem.spec.shard import ALONE, RankShard, Share
 from tandem.spec.state import DTYPE_BYTES, State, StateLayout, state_layout
-from tandem.spec.stored import UNQUANTISED, StoredFormat, StoredFormats, Table
+from tandem.spec.stored import UNQUANTISED, RowTable, StoredFormat, StoredFormats
 from tandem.spec.vision import Tower
 
 FORMAT_BYTES = {"f32": 4.0, "bf16": 2.0, "int8": 1.0625, "int4": 0.5625}
@@ -61,7 +61,7 @@ class ModelConfig:
     logit_scale: float = 1.0  # logits are multiplied with it
     unit_head: bool = False  # the head's columns are divided by their length
     logit_cap: float = 0.0  # logits are cap * tanh(logits / cap); 0: as they are
-    shard: Shard = ALONE  # whose part of the model this is: `ranks.cut`
+    shard: RankShard = ALONE  # whose part of the model this is: `ranks.cut`
     # Sums and layouts by what was asked: a planner asks for the same ones many times.
     _sums: dict[Any, int] = field(default_factory=dict, init=False, repr=False, compare=False)
     _layouts: dict[tuple[str, int, int], StateLayout] = field(
@@ -99,7 +99,7 @@ class ModelConfig:
         return tuple(block.body for layer in self.layers for block in layer.blocks)
 
     @property
-    def tables(self) -> tuple[Table, ...]:
+    def tables(self) -> tuple[RowTable, ...]:
         """That are read by row."""
         return tuple(table for body in self.bodies for table in cost_of(body).tables)
 
@@ -111,10 +111,10 @@ class ModelConfig:
 
     # -- sizes, for the planner ---
 
-    def state_layout(self, dtype: str, page: int = 1, guesses: int = 0) -> StateLayout:
-        key = dtype, page, guesses
+    def state_layout(self, dtype: str, page: int = 1, draft_tokens: int = 0) -> StateLayout:
+        key = dtype, page, draft_tokens
         if key not in self._layouts:
-            self._layouts[key] = state_layout(self.states, dtype, page, guesses)
+            self._layouts[key] = state_layout(self.states, dtype, page, draft_tokens)
         return self._layouts[key]
 
     @property

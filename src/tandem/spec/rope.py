@@ -16,7 +16,7 @@ KINDS = "default, linear, yarn, llama3 and proportional"
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class LinearScaling:
     """All channels turn `factor` times slower (position interpolation, arXiv 2306.15595)."""
 
     factor: float
@@ -90,7 +90,7 @@ class Divided:
         return [f / divisor for f, divisor in zip(plain, self.divisors, strict=False)]
 
 
-Scaling = Linear | Yarn | Llama3 | Proportional | Divided
+Scaling = LinearScaling | Yarn | Llama3 | Proportional | Divided
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ def read_rope(keys: JsonKeys, dims: int, pairs: Literal["halves", "neighbours"] 
     if kind == "default":
         return Rope(theta, dims, pairs=pairs)
     if kind == "linear":
-        return Rope(theta, dims, Linear(_factor(keys)), pairs=pairs)
+        return Rope(theta, dims, LinearScaling(_factor(keys)), pairs=pairs)
     if kind == "llama3":
         return Rope(theta, dims, _llama3(keys), pairs=pairs)
     if kind == "divided":
@@ -187,7 +187,7 @@ def positions_of(keys: JsonKeys, rope: Rope) -> int:
     """How many positions a model reads: what config.json says, or as many as its scaling stretches to."""
     positions = keys.size("max_position_embeddings", 32768)
     scaling = rope.scaling
-    if scaling is None or isinstance(scaling, Linear | Proportional | Divided):
+    if scaling is None or isinstance(scaling, LinearScaling | Proportional | Divided):
         return positions
     return max(positions, int(scaling.factor * scaling.original_positions))
 

@@ -1,4 +1,4 @@
-"""`Shard`: which of several equal ranks a process is. A rank holds a part of every matrix, or a copy."""
+"""`RankShard`: which of several equal ranks a process is. A rank holds a part of every matrix, or a copy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Size = int | Share | tuple[Share, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class RankShard:
     """Rank `rank` of `ranks`."""
 
     rank: int = 0
@@ -50,7 +50,7 @@ class Shard:
         return Share(whole, first, min(each, whole - first))
 
 
-ALONE = Shard()
+ALONE = RankShard()
 
 
 def whole_of(size: Size) -> int:

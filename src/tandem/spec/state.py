@@ -49,27 +49,27 @@ class Fold:
     inputs: tuple[Array, ...] = ()
     last: int = 0
 
-    def slot_arrays(self, guesses: int) -> tuple[Array, ...]:
+    def slot_arrays(self, draft_tokens: int) -> tuple[Array, ...]:
         """All arrays, where a step may have so many guesses of a sequence. Those of the step before are done again
         beside those of this step, so their rows have places of their own."""
-        places = self.last + 2 * guesses
+        places = self.last + 2 * draft_tokens
         return (*(Array(a.name, (places, *a.shape), a.dtype) for a in self.inputs), *self.arrays)
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
+class WindowRing:
     """Rows of the last tokens, `last` of which a new one may ask for: that of position p in place p modulo the number
     of places. Rows of guesses have places of their own, so wrong ones overwrite nothing that is asked for later."""
 
     row: Array
     last: int
 
-    def slot_arrays(self, guesses: int) -> tuple[Array, ...]:
+    def slot_arrays(self, draft_tokens: int) -> tuple[Array, ...]:
         """As a `Fold`'s."""
-        return (Array(self.row.name, (self.last + guesses, *self.row.shape), self.row.dtype),)
+        return (Array(self.row.name, (self.last + draft_tokens, *self.row.shape), self.row.dtype),)
 
 
-State = Pages | Fold | Ring
+State = Pages | Fold | WindowRing
 LANES = 16  # torch computes what is left over of a vector in another way, so that bits would depend on the rows beside
 SLOT_ALIGNMENT = 256  # bytes: of every array in a slot
 KEY_BLOCK = 64  # tokens: kernels read keys from a multiple of it on, and mask those before a window
@@ -88,7 +88,7 @@ class StateLayout:
     states: tuple[State, ...]
     dtype: str
     page: int
-    guesses: int = 0
+    draft_tokens: int = 0
 
     @cached_property
     def token_bytes(self) -> int:
@@ -113,9 +113,9 @@ class StateLayout:
         return first // self.page * self.page
 
     def window_pages(self, running: int, step_tokens: int) -> int:
-        """Pages that so many sequences need of layers with a window at once, whatever their length: of what each keeps
-        between steps, guesses included, and of a step's tokens, wherever they begin in a page."""
-        each = -(-(self.window + KEY_BLOCK + self.page + self.guesses) // self.page) + 2
+        """Pages that so many sequences need of layers with a window at once, whatever their length. They hold what each
+        keeps between steps, guesses included, and a step's tokens, wherever these begin in a page."""
+        each = -(-(self.window + KEY_BLOCK + self.page + self.draft_tokens) // self.page) + 2
         return running * each + -(-step_tokens // self.page)
 
     @cached_property
@@ -137,7 +137,7 @@ class StateLayout:
     def slot_sizes(self) -> list[int]:
         """Bytes of each array of a slot, padded, one after the other."""
         own = (s for s in self.states if not isinstance(s, Pages))
-        return [_padded(a.nbytes(self.dtype)) for s in own for a in s.slot_arrays(self.guesses)]
+        return [_padded(a.nbytes(self.dtype)) for s in own for a in s.slot_arrays(self.draft_tokens)]
 
     def page_shape(self, state: Pages, array: Array, pages: int) -> tuple[int, ...]:
         """Shape of the tensor that holds `array` in `pages` pages."""
@@ -154,5 +154,5 @@ def _padded(nbytes: int) -> int:
     return -(-nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
-def state_layout(states: Iterable[State], dtype: str, page: int, guesses: int = 0) -> StateLayout:
-    return StateLayout(tuple(states), dtype, page, guesses)
+def state_layout(states: Iterable[State], dtype: str, page: int, draft_tokens: int = 0) -> StateLayout:
+    return StateLayout(tuple(states), dtype, page, draft_tokens)

@@ -59,7 +59,7 @@ UNQUANTISED = StoredFormats()
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class RowTable:
     """A third kind of weight: rows that are read one by one, by numbers that token ids alone decide. It is neither
     packed nor rounded, and no GPU has a copy."""
 

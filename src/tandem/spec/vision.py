@@ -19,6 +19,7 @@ Grid = tuple[int, int, int]
 
 MOST_PIXELS = 1 << 26  # that an image may be resized to
 CPU_PATCHES = 256  # that a CPU computes at once, in about the time of a layer of a prompt's chunk
+GPU_PATCHES = 4096  # of a megapixel: a third of a block takes some tenths of a millisecond
 REGIONS = 2
 """Regions of rotary tables for rows of images: a step's, and those of a chunk that is computed between steps."""
 

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer as Library
 from tokenizers import models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
-from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import CheckpointError
+from tandem.text.tokenizer import Tokenizer
 
 TEXT = (
     "The weather in Oslo: 1234 degrees, it's COLD there. 天气很好 and 東京 too.\n\n  Zürich’s naïve café\r\n"

@@ -16,8 +16,8 @@ import pytest
 
 from gguf_files import finish, write_gguf
 from tandem.checkpoint import load_model_config, open_checkpoint, read_generation, resolve_model
-from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import CheckpointError
+from tandem.text.tokenizer import Tokenizer
 
 NOBODY = 65534
 

@@ -44,8 +44,8 @@ def off(model: BlockDrafted, path: Path, tmp_path: Path) -> list[float]:
     """Of every guess: how far below the best one the reference has it, in deviations of the row."""
     engine, found = engine_of(path, tmp_path, page_size=128, max_total_tokens=1024), []
     asks = [request(name, prompt, max_tokens=10, ignore_eos=True) for name, prompt in PROMPTS.items()]
-    for tokens, guesses in chunks_of(engine, *asks):
-        for guess, logits in zip(guesses, model.logits(tokens, len(guesses), guesses), strict=True):
+    for tokens, draft_tokens in chunks_of(engine, *asks):
+        for guess, logits in zip(draft_tokens, model.logits(tokens, len(draft_tokens), draft_tokens), strict=True):
             found.append(float((logits.max() - logits[guess]) / logits.std()))
     assert len(found) > 15 * SIZE
     return found

@@ -35,9 +35,9 @@ def test_it_guesses_what_the_reference_guesses(made: BlockDrafted, tmp_path: Pat
     engine = engine_of(made.path, tmp_path, page_size=8)
     asks = [request(name, prompt, max_tokens=14, ignore_eos=True) for name, prompt in PROMPTS.items()]
     seen = list(chunks_of(engine, *asks))
-    assert len(seen) > 20 and {len(guesses) for _, guesses in seen} >= {1, 2, 3, 4, SIZE}
-    for tokens, guesses in seen:
-        assert list(guesses) == made.chain(tokens, len(guesses))
+    assert len(seen) > 20 and {len(draft_tokens) for _, draft_tokens in seen} >= {1, 2, 3, 4, SIZE}
+    for tokens, draft_tokens in seen:
+        assert list(draft_tokens) == made.chain(tokens, len(draft_tokens))
     check_pages(engine)
 
 
@@ -56,8 +56,8 @@ def test_it_is_as_sure_as_the_reference(made: BlockDrafted, tmp_path: Path) -> N
     while engine.has_work():
         engine.step()
     assert len(said) > 5
-    for tokens, sure, guesses in said:
-        expected = made.block(tokens, guesses)[1]
+    for tokens, sure, draft_tokens in said:
+        expected = made.block(tokens, draft_tokens)[1]
         assert sure == pytest.approx(expected[: len(sure)], abs=EXACT) and len(sure) == SIZE
     assert len({round(each, 2) for _, sure, _ in said for each in sure}) > 10
 
@@ -66,7 +66,7 @@ def test_without_its_word_every_guess_is_sure(tiny_models, tmp_path: Path) -> No
     model = block_drafted(tiny_models["deepseek_v4"], tmp_path / "model", sure=False)
     engine = engine_of(model.path, tmp_path, page_size=8)
     seen = list(chunks_of(engine, request("a", PROMPTS["a"], max_tokens=8, ignore_eos=True)))
-    assert all(list(guesses) == model.chain(tokens, len(guesses)) for tokens, guesses in seen) and seen
+    assert all(list(draft_tokens) == model.chain(tokens, len(draft_tokens)) for tokens, draft_tokens in seen) and seen
     assert set(engine._speculation._drafter._chain.sure[0]) == {1.0}
 
 
@@ -75,7 +75,7 @@ def test_the_layers_may_be_in_another_directory(made: BlockDrafted, tiny_models,
     source = tiny_models["deepseek_v4"]
     engine = engine_of(source, tmp_path, page_size=8, speculative_draft_model_path=str(made.path))
     seen = list(chunks_of(engine, request("a", PROMPTS["c"], max_tokens=8, ignore_eos=True)))
-    assert seen and all(list(guesses) == made.chain(tokens, len(guesses)) for tokens, guesses in seen)
+    assert seen and all(list(draft_tokens) == made.chain(tokens, len(draft_tokens)) for tokens, draft_tokens in seen)
     assert engine.stats().speculation.algorithm == "DSPARK"
 
 
@@ -89,8 +89,8 @@ def test_guesses_do_not_depend_on_what_happened_to_the_slots(made: BlockDrafted,
     for cut in (35, 36, 37, 36):
         seen += chunks_of(engine, request(str(cut), [*PROMPTS["c"][:cut], 5, 9], max_tokens=9, ignore_eos=True))
     assert engine.stats().cached_tokens > 100 and len(seen) > 80
-    for tokens, guesses in seen:
-        assert list(guesses) == made.chain(tokens, len(guesses))
+    for tokens, draft_tokens in seen:
+        assert list(draft_tokens) == made.chain(tokens, len(draft_tokens))
     check_pages(engine)
 
 
@@ -102,8 +102,8 @@ def test_recordings_guess_the_same(made: BlockDrafted, tmp_path: Path) -> None:
             for i, (name, prompt) in enumerate(PROMPTS.items())]  # fmt: skip
     seen = list(chunks_of(engine, *asks))
     assert len(seen) > 20 and set(used) >= {1, 2, 3} and used.count(0) <= len(asks)
-    for tokens, guesses in seen:
-        assert list(guesses) == made.chain(tokens, len(guesses))
+    for tokens, draft_tokens in seen:
+        assert list(draft_tokens) == made.chain(tokens, len(draft_tokens))
     assert len(engine._speculation._drafter._chain.sure[0]) == SIZE
 
 
@@ -164,7 +164,7 @@ def test_masks_and_noise_choose_as_without_guesses(known: Plain, masked_plainly,
 def test_every_spelling_means_what_the_checkpoint_has(made: BlockDrafted, asked: str, width: int, said: str) -> None:
     config, model = EngineConfig.from_args(f"x --speculative-algorithm {asked}".split()), load_model_config(made.path)
     planned = speculation(config, model)
-    assert planned is not None and (planned.algorithm, planned.most_guesses) == ("DSPARK", width)
+    assert planned is not None and (planned.algorithm, planned.most_draft_tokens) == ("DSPARK", width)
     notices = list(speculation_notices(config, model))
     assert (not notices) if not said else any(said in notice for notice in notices)
 

@@ -70,7 +70,7 @@ def test_a_layer_that_was_moved_guesses_as_before(tiny_models, tmp_path: Path, w
     engine = engine_of(source, tmp_path, speculative_draft_model_path=str(folder))
     seen = list(chunks_of(engine, *asks()))
     assert len(seen) > 20 and all(
-        list(guesses) == model.chain(tokens, len(guesses)) for tokens, guesses in seen
+        list(draft_tokens) == model.chain(tokens, len(draft_tokens)) for tokens, draft_tokens in seen
     )
 
 
@@ -84,12 +84,12 @@ def test_a_dense_layer_of_few_tokens_guesses_what_its_twin_guesses(dense, tmp_pa
     head = model.lm_head.weight[ids]
     seen = list(chunks_of(engine, *asks()))
     assert len(seen) > 20
-    for tokens, guesses in seen:
+    for tokens, draft_tokens in seen:
         text = torch.tensor(tokens)
         hidden = model(text[None, :-1], output_hidden_states=True).hidden_states[-1]
-        for k, guess in enumerate(guesses):
+        for k, guess in enumerate(draft_tokens):
             chain = layer.chain(
-                _longer(hidden, k), embedding[torch.tensor([*tokens[1:], *guesses[:k]])][None], k + 1
+                _longer(hidden, k), embedding[torch.tensor([*tokens[1:], *draft_tokens[:k]])][None], k + 1
             )
             assert guess == ids[(head @ chain[k][0, -1]).argmax()]
 

@@ -46,9 +46,9 @@ def test_it_guesses_what_transformers_layer_guesses(made, tmp_path: Path, varian
     engine = engine_of(model.path, tmp_path)
     asks = [request(name, prompt, max_tokens=14, ignore_eos=True) for name, prompt in PROMPTS.items()]
     seen = list(chunks_of(engine, *asks))
-    assert len(seen) > 20 and {len(guesses) for _, guesses in seen} == {1, 2, 3}
-    for tokens, guesses in seen:
-        assert list(guesses) == model.chain(tokens, len(guesses))
+    assert len(seen) > 20 and {len(draft_tokens) for _, draft_tokens in seen} == {1, 2, 3}
+    for tokens, draft_tokens in seen:
+        assert list(draft_tokens) == model.chain(tokens, len(draft_tokens))
     check_pages(engine)
 
 
@@ -68,8 +68,8 @@ def test_guesses_do_not_depend_on_what_happened_to_the_pages(made, tmp_path: Pat
             seen += chunks_of(engine, *pair)
     assert engine.stats().cached_tokens > 300
     assert len(seen) > 100
-    for tokens, guesses in seen:
-        assert list(guesses) == model.chain(tokens, len(guesses))
+    for tokens, draft_tokens in seen:
+        assert list(draft_tokens) == model.chain(tokens, len(draft_tokens))
     check_pages(engine)
 
 
@@ -90,17 +90,17 @@ def test_a_layer_with_a_window_makes_up_for_no_more_than_that(made, tmp_path: Pa
     seen = []
     for most in (widest, 0, widest, 0):
         speculation._most = most
-        engine._runner.run, run_model = _noting(seen, engine._runner.run), engine._runner.run
+        engine._runner.start, run_model = _noting(seen, engine._runner.start), engine._runner.start
         for _ in range(10):
             engine.step()
-        engine._runner.run = run_model
+        engine._runner.start = run_model
     assert max(rows) == window and rows.count(window) == 2 and len(seen) > 10
-    assert all(list(guesses) == model.chain(tokens, len(guesses)) for tokens, guesses in seen)
+    assert all(list(draft_tokens) == model.chain(tokens, len(draft_tokens)) for tokens, draft_tokens in seen)
 
 
 def _noting(seen: list, run_model):
     def noted(step, *others):
-        seen.extend((list(c.sequence.tokens), c.guesses) for c in step.chunks if c.guesses)
+        seen.extend((list(c.sequence.tokens), c.draft_tokens) for c in step.chunks if c.draft_tokens)
         return run_model(step, *others)
 
     return noted
@@ -113,7 +113,7 @@ def test_a_long_prompt_is_made_up_for_in_several_steps(made, tmp_path: Path) -> 
     engine._speculation._drafter._most_rows = 8
     seen = list(chunks_of(engine, request("a", prompt, max_tokens=30, ignore_eos=True)))
     assert len(seen[0][0]) == len(prompt) + 1 + 12  # each step adds a row, and eight are made
-    assert all(list(guesses) == model.chain(tokens, len(guesses)) for tokens, guesses in seen)
+    assert all(list(draft_tokens) == model.chain(tokens, len(draft_tokens)) for tokens, draft_tokens in seen)
 
 
 WISHES = {
@@ -223,7 +223,7 @@ def test_a_gguf_file_s_layer_guesses_the_same(made, tmp_path: Path) -> None:
     asks = [request(name, prompt, max_tokens=14, ignore_eos=True) for name, prompt in PROMPTS.items()]
     seen = list(chunks_of(engine, *asks))
     assert len(seen) > 20
-    assert all(list(guesses) == model.chain(tokens, len(guesses)) for tokens, guesses in seen)
+    assert all(list(draft_tokens) == model.chain(tokens, len(draft_tokens)) for tokens, draft_tokens in seen)
 
 
 def test_a_packed_cache_keeps_the_layer_too(made, tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_a_packed_cache_keeps_the_layer_too(made, tmp_path: Path) -> None:
         asks = [request(name, prompt, max_tokens=14, ignore_eos=True) for name, prompt in PROMPTS.items()]
         seen.append(list(chunks_of(engine, *asks)))
     assert seen[1] == seen[2] and len(seen[1]) > 20
-    assert all(list(guesses) == model.chain(tokens, len(guesses)) for tokens, guesses in seen[2])
+    assert all(list(draft_tokens) == model.chain(tokens, len(draft_tokens)) for tokens, draft_tokens in seen[2])
 
 
 def test_a_checkpoint_without_the_layer_is_refused_by_name(tiny_models, tmp_path: Path) -> None:

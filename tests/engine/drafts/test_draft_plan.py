@@ -53,9 +53,9 @@ def test_three_layers_that_guess_a_block_have_three_layers_experts() -> None:
     assert entry(plans[0], "VRAM", "draft experts") == 3 * 256 * each
     assert [entry(plan, "RAM", "experts") for plan in plans] == [8 * 256 * each, 11 * 256 * each]
     assert model.drafts is not None and model.drafts.block is not None
-    guesses, width = model.drafts.block.size, 2  # bytes of a number
-    rings = sum((128 + guesses) * channels * width for channels in (512, 512, 512, 3 * 4096))
-    own = [replace(model, drafter=drafter).state_layout("bfloat16", 128, guesses).slot_bytes
+    draft_tokens, width = model.drafts.block.size, 2  # bytes of a number
+    rings = sum((128 + draft_tokens) * channels * width for channels in (512, 512, 512, 3 * 4096))
+    own = [replace(model, drafter=drafter).state_layout("bfloat16", 128, draft_tokens).slot_bytes
            for drafter in (None, model.drafts)]  # fmt: skip
     assert own[1] - own[0] == rings
 

@@ -75,20 +75,21 @@ class World:
 
     def _step(self) -> None:
         started = self.now
-        found = self.speculation.guesses(self.sequences, 64, lambda s, n: True)
+        found = self.speculation.draft_tokens(self.sequences, 64, lambda s, n: True)
         self.now += (1.0 + self.times.verify * sum(map(len, found)) / len(found)) * self._noise()
-        turns = [self._turn(s, guesses) for s, guesses in zip(self.sequences, found, strict=True)]
+        turns = [self._turn(s, draft_tokens) for s, draft_tokens in zip(self.sequences, found, strict=True)]
         self.speculation.ran(turns, self.now - started)
 
-    def _turn(self, sequence: Text, guesses: tuple[int, ...]) -> SimpleNamespace:
+    def _turn(self, sequence: Text, draft_tokens: tuple[int, ...]) -> SimpleNamespace:
         """Whether each next token is 1 is drawn as it comes."""
         came = []
-        while len(came) <= len(guesses):
+        while len(came) <= len(draft_tokens):
             came.append(int(self._chance.random() < self.acceptance))
             if not came[-1]:
                 break
         sequence.tokens += came
-        return SimpleNamespace(sequence=sequence, chunk=Chunk(sequence, 1 + len(guesses), 1, guesses), tokens=len(came))
+        chunk = Chunk(sequence, 1 + len(draft_tokens), 1, draft_tokens)
+        return SimpleNamespace(sequence=sequence, chunk=chunk, tokens=len(came))
 
     def _noise(self) -> float:
         long = 2.0 if self._chance.random() < 0.01 else 1.0  # somebody else's turn

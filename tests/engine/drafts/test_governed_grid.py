@@ -56,9 +56,9 @@ def test_a_step_without_guesses_says_what_those_before_it_cost() -> None:
 def test_what_was_measured_too_high_is_drawn_to_the_others() -> None:
     """Else it would not be tried again, though every number beside it has become cheap."""
     times = StepTimes()
-    for guesses, ratio in ((0, 1.0), (16, 1.9), (8, 1.2), (24, 1.6)):
+    for draft_tokens, ratio in ((0, 1.0), (16, 1.9), (8, 1.2), (24, 1.6)):
         for _ in range(5):
-            times.observe(8, guesses, ratio)
+            times.observe(8, draft_tokens, ratio)
     before = times.curve(8)(16)
     for i in range(400):
         times.observe(8, 24 if i % 2 else 8, 1.6 if i % 2 else 1.2)

@@ -49,11 +49,11 @@ def parts_of(path: Path, share: float, **flags) -> EngineParts:
     return load_parts(EngineConfig.from_keywords(str(path), device="cuda", kt_gpu_experts_ratio=share, **flags))
 
 
-def of_one_graph(parts: EngineParts, *, guessing: bool = True) -> Engine:
+def of_one_graph(parts: EngineParts, *, speculative: bool = True) -> Engine:
     """The largest one, so that products of all steps have the same shapes."""
     assert parts.plan.gpu is not None
     plan = replace(parts.plan, gpu=replace(parts.plan.gpu, graph_sizes=parts.plan.gpu.graph_sizes[-1:]))
-    return Engine.from_parts(replace(parts, plan=plan if guessing else replace(plan, speculation=None)))
+    return Engine.from_parts(replace(parts, plan=plan if speculative else replace(plan, speculation=None)))
 
 
 def asks(**wishes) -> list:
@@ -68,8 +68,8 @@ def scores(answers: dict) -> dict:
 def gaps(model: Drafted, seen: list[tuple[list[int], tuple[int, ...]]]) -> torch.Tensor:
     """Of every guess: how far below the best one float32 has it, in deviations of the row."""
     found = []
-    for tokens, guesses in seen:
-        for guess, logits in zip(guesses, model.logits(tokens, len(guesses), guesses), strict=True):
+    for tokens, draft_tokens in seen:
+        for guess, logits in zip(draft_tokens, model.logits(tokens, len(draft_tokens), draft_tokens), strict=True):
             found.append((logits.max() - logits[guess]) / logits.std())
     return torch.stack(found)
 
@@ -83,7 +83,7 @@ def test_it_guesses_what_float32_guesses(made, tmp_path: Path, variant: str, gra
     chains = engine._speculation._drafter._chain
     assert isinstance(chains, GpuChains) and bool(chains._recorded) == graphs
     seen = list(chunks_of(engine, *asks()))
-    assert len(seen) > 40 and {len(guesses) for _, guesses in seen} >= {2, 3}
+    assert len(seen) > 40 and {len(draft_tokens) for _, draft_tokens in seen} >= {2, 3}
     usual = gaps(model, list(chunks_of(on_cpu(model.path, tmp_path), *asks())))
     far = gaps(model, seen)
     print(f"{variant}: {len(far)} guesses, {(far == 0).float().mean():.2f} the best, {far.mean():.3f} off, on the CPU "
@@ -100,7 +100,7 @@ def on_cpu(path: Path, folder: Path) -> Engine:
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_answers_have_the_same_bits(made, variant: str, share: float) -> None:
     parts = parts_of(made(variant).path, share)
-    expected = scores(run(of_one_graph(parts, guessing=False), *asks(logprobs=2)))
+    expected = scores(run(of_one_graph(parts, speculative=False), *asks(logprobs=2)))
     engine = of_one_graph(parts)
     assert scores(run(engine, *asks(logprobs=2))) == expected
     assert engine.stats().speculation.guesses > 0
@@ -111,7 +111,7 @@ def test_answers_have_the_same_bits(made, variant: str, share: float) -> None:
 def taught(tiny_models, tmp_path_factory) -> Drafted:
     """A layer that has learnt the model's own answers."""
     source, folder = tiny_models["glm4_moe"], tmp_path_factory.mktemp("taught")
-    plain = of_one_graph(parts_of(source, 1.0, speculative_algorithm="NGRAM"), guessing=False)
+    plain = of_one_graph(parts_of(source, 1.0, speculative_algorithm="NGRAM"), speculative=False)
     answers = {name: token_ids(outputs) for (name, _), outputs in run(plain, *asks()).items()}
     return drafted(source, folder / "model", taught=[PROMPTS[name] + answer for name, answer in answers.items()])
 
@@ -124,7 +124,7 @@ def test_right_guesses_save_steps(taught: Drafted, drafts_there: bool, monkeypat
     for flags in ({}, {"max_total_tokens": 80}, {"kt_enable_dynamic_expert_update": True}):
         parts = parts_of(taught.path, 0.5, **flags)
         assert parts.plan.gpu.draft_experts == drafts_there
-        plain, engine = of_one_graph(parts, guessing=False), of_one_graph(parts)
+        plain, engine = of_one_graph(parts, speculative=False), of_one_graph(parts)
         expected, got = ({key: token_ids(outputs) for key, outputs in run(each, *asks()).items()}
                          for each in (plain, engine))  # fmt: skip
         said = engine.stats().speculation

@@ -72,7 +72,7 @@ def test_an_answer_s_last_step_counts_with_its_guesses() -> None:
     """It is forgotten before the step is told of."""
     decoding = Decoding(Cell("all", 200.0, 1, 1 / 3, 1.0), 1, fixed=2)
     speculation, [text] = decoding.speculation, decoding.texts
-    found = speculation.guesses([text], 64, lambda sequence, n: True)
+    found = speculation.draft_tokens([text], 64, lambda sequence, n: True)
     turns = [decoding._turn(text, found[0])]
     speculation.forget(text)
     speculation.ran(turns, 1.0)

@@ -16,7 +16,7 @@ from draft_models import FAMILIES, PROMPTS, chunks_of, drafted, engine_of
 from fake_model import check_pages, request
 from recorded_chains import CPU, recording
 from tandem.engine.speculation.chain_inputs import ChainInputs, ChainShape
-from tandem.engine.speculation.drawn_rows import Run
+from tandem.engine.speculation.drawn_rows import DraftRows
 from tandem.engine.speculation.gpu_chains import GpuChains
 from tandem.planner.cuda_graphs import draft_sizes
 from tiny import VARIANTS
@@ -40,9 +40,9 @@ def test_it_guesses_what_transformers_layer_guesses(tiny_models, tmp_path: Path,
     asks = [request(name, prompt, max_tokens=14 + 3 * i, ignore_eos=True)
             for i, (name, prompt) in enumerate(PROMPTS.items())]  # fmt: skip
     seen = list(chunks_of(engine, *asks))
-    assert len(seen) > 20 and {len(guesses) for _, guesses in seen} == {1, 2, 3}
-    for tokens, guesses in seen:
-        assert list(guesses) == model.chain(tokens, len(guesses))
+    assert len(seen) > 20 and {len(draft_tokens) for _, draft_tokens in seen} == {1, 2, 3}
+    for tokens, draft_tokens in seen:
+        assert list(draft_tokens) == model.chain(tokens, len(draft_tokens))
     assert set(used) >= {1, 2, 3} and used.count(0) <= len(asks)
     check_pages(engine)
 
@@ -57,8 +57,8 @@ def test_pages_that_are_shared_or_lost_are_drawn_alone(glm, tmp_path: Path) -> N
         both = [request(f"{cut}{i}", [*PROMPTS["c"][:cut], 5 + i, 9], max_tokens=9, ignore_eos=True) for i in range(2)]
         seen += chunks_of(engine, *both)
     assert engine.stats().preemptions > 0 and used.count(0) > 3 and len(used) - used.count(0) > 20
-    for tokens, guesses in seen:
-        assert list(guesses) == glm.chain(tokens, len(guesses))
+    for tokens, draft_tokens in seen:
+        assert list(draft_tokens) == glm.chain(tokens, len(draft_tokens))
     check_pages(engine)
 
 
@@ -67,7 +67,7 @@ def test_a_chain_of_one_guess(glm, tmp_path: Path) -> None:
     used = recording(engine, (1,), rows=4)
     seen = list(chunks_of(engine, request("a", PROMPTS["a"], max_tokens=9, ignore_eos=True)))
     assert len(seen) > 5 and used.count(1) >= len(seen) - 1
-    assert all(list(guesses) == glm.chain(tokens, 1) for tokens, guesses in seen)
+    assert all(list(draft_tokens) == glm.chain(tokens, 1) for tokens, draft_tokens in seen)
 
 
 def test_without_memory_for_recordings_guesses_are_drawn_alone(glm, tmp_path: Path, monkeypatch) -> None:
@@ -79,7 +79,7 @@ def test_without_memory_for_recordings_guesses_are_drawn_alone(glm, tmp_path: Pa
     used = recording(engine, (1, 4))
     seen = list(chunks_of(engine, request("a", PROMPTS["a"], max_tokens=9, ignore_eos=True)))
     assert len(seen) > 2 and used and engine._speculation._drafter._chain._recorded == []
-    assert all(list(guesses) == glm.chain(tokens, len(guesses)) for tokens, guesses in seen)
+    assert all(list(drafts) == glm.chain(tokens, len(drafts)) for tokens, drafts in seen)
 
 
 def test_who_goes_on_no_further_is_a_copy_of_one_that_does() -> None:
@@ -88,7 +88,7 @@ def test_who_goes_on_no_further_is_a_copy_of_one_that_does() -> None:
     class Held:
         num_pages, page_table, slot = 3, torch.tensor([7, 2, 9]).numpy(), 4
 
-    inputs.fill([Run(Held, 6, [11, 12], True), Run(Held, 9, [13], True)], [1, 3])
+    inputs.fill([DraftRows(Held, 6, [11, 12], True), DraftRows(Held, 9, [13], True)], [1, 3])
     inputs.send()
     assert inputs.order.tolist() == [[0, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1]]
     assert inputs.ids.view(4, 3).tolist() == [[11, 11, 12], [13] * 3, [13] * 3, [13] * 3]
@@ -111,7 +111,7 @@ def test_images_follow_each_other() -> None:
             first = chance.randint(0, 4 * pages - count)
             table = torch.tensor(chance.sample(range(1, 90), pages)).numpy()
             held = SimpleNamespace(num_pages=pages, page_table=table, slot=chance.randint(1, 9))
-            runs.append(Run(held, first, chance.choices(range(99), k=count), True))
+            runs.append(DraftRows(held, first, chance.choices(range(99), k=count), True))
         inputs.fill(runs, widths)
         inputs.send()
         for at, run in enumerate([*runs, *[runs[-1]] * 2][:3]):
@@ -154,4 +154,4 @@ def test_a_prompt_s_last_rows_are_a_recording_s(glm, tmp_path: Path) -> None:
     chains._alone.chains = noted
     seen = list(chunks_of(engine, request("c", PROMPTS["c"], max_tokens=12, ignore_eos=True)))
     assert passes == [([len(PROMPTS["c"]) - 8], [])]
-    assert len(seen) > 2 and all(list(guesses) == glm.chain(tokens, len(guesses)) for tokens, guesses in seen)
+    assert len(seen) > 2 and all(list(drafts) == glm.chain(tokens, len(drafts)) for tokens, drafts in seen)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from tandem.engine.cpu_runner import CpuRunner
 from tandem.engine.engine import Engine
 from tandem.engine.sequence import Chunk
 from tandem.engine.step.prefill import HostPlace, LayerPieces, PrefillTask
-from tandem.engine.step.step import Step, StepOutput
+from tandem.engine.step.step import Running, Step, StepOutput
 
 
 class OverlappingPlace(HostPlace):
@@ -26,12 +25,15 @@ class Device:
     def __init__(self, inner: CpuRunner) -> None:
         self._inner, self.running, self.called_in_step = inner, False, 0
 
-    def run(self, step: Step, host_work: Callable[[], None]) -> StepOutput:
+    def start(self, step: Step, overlaps: bool = False) -> Running[StepOutput]:
         self.running = True
-        output = self._inner.run(step)
-        host_work()
-        self.running = False
-        return output
+        output = self._inner.start(step).result()
+
+        def finish() -> StepOutput:
+            self.running = False
+            return output
+
+        return Running(finish)
 
     def pause(self, chunks: list[Chunk]) -> PrefillTask:
         made = self._inner

@@ -8,7 +8,7 @@ import torch
 from gpu import needs_cuda
 from gpu_sessions import DECODED, PROMPT, Session, batch_of, on_the_cpu, rms
 from tandem import LLM
-from tandem.engine.protocol import SamplingParams
+from tandem.engine.protocol import SamplingSettings
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
 SIX = list(range(6))
@@ -63,6 +63,26 @@ def test_steps_and_a_pass_leave_each_other_alone(tiny_models, variant, share, se
     assert rms(prompt, exact[7, :PROMPT]) < 1.5 * rms(theirs, exact)
 
 
+@pytest.mark.parametrize(("seconds", "inside"), [(0.0, False), (0.0, True)])
+@pytest.mark.parametrize("variant", ["qwen3_moe-gpu", "qwen3_next"])
+def test_experts_that_move_wait_for_a_pass(tiny_models, variant, seconds, inside) -> None:
+    """They change places before it and after it. Its numbers, and those of the steps beside it, are as near to float32
+    as the CPU's bfloat16."""
+    path = tiny_models[variant]
+    exact, theirs = on_the_cpu(path, "float32"), on_the_cpu(path, "bfloat16")
+    session = Session(path, 0.5, (1, 8), moving=True)
+    live = session.runner._live
+    assert live is not None
+    for turn in range(4):
+        prompt, decoded = beside(session, seconds, inside)
+        assert rms(prompt, exact[7, :PROMPT]) < 1.5 * rms(theirs, exact), turn
+        count = decoded.shape[1]
+        assert rms(decoded, exact[:6, PROMPT : PROMPT + count]) < 1.5 * rms(theirs, exact), turn
+        for each in range(3):
+            session.step(SIX, PROMPT + each, 1)
+    assert live.times().exchanges > 4
+
+
 def test_what_experts_are_asked_for_counts_once(tiny_models) -> None:
     session = Session(tiny_models["qwen3_moe-gpu"], 0.5, (1, 8))
     _, decoded = beside(session, 0.0)
@@ -92,7 +112,7 @@ def test_an_engine_decodes_beside_long_prompts(tiny_models, share) -> None:
         str(tiny_models["qwen3_moe-gpu"]), kt_gpu_experts_ratio=share, kt_cpuinfer=2, max_total_tokens=1024,
         disable_radix_cache=True,
     )  # fmt: skip
-    greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    greedy = SamplingSettings(temperature=0.0, max_tokens=20, ignore_eos=True)
     alone = [llm.generate([p], greedy, progress=False)[0].token_ids for p in prompts]
     taken: list[int] = []
     take = llm.engine._aside.take
@@ -119,5 +139,5 @@ def test_an_engine_decodes_beside_long_prompts(tiny_models, share) -> None:
 def _request(name: str, prompt: list[int], tokens: int):
     from tandem.engine.protocol import GenerateRequest
 
-    sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    sampling = SamplingSettings(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     return GenerateRequest(id=name, prompt_ids=prompt, sampling=sampling)

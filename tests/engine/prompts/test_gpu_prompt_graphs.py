@@ -11,8 +11,8 @@ from fake_model import request
 from gpu import needs_cuda
 from gpu_sessions import DECODED, PROMPT, Session, batch_of, on_the_cpu, rms
 from tandem import LLM
-from tandem.engine.protocol import SamplingParams
-from tandem.kernels.which import Reads, Way, gpu_way
+from tandem.engine.protocol import SamplingSettings
+from tandem.kernels.which import ExpertPath, Reads, gpu_way
 from tandem.models import ForwardBatch
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
@@ -78,7 +78,7 @@ def test_experts_with_many_rows_are_unpacked_in_a_graph_too(tiny_models) -> None
     whole = plain.step(everyone, 0, PROMPT)
     exact, theirs = on_the_cpu(path, "float32"), on_the_cpu(path, "bfloat16")
     experts = plain.side.hybrids[0].gpu
-    assert gpu_way(8 * PROMPT, 8 * PROMPT * 3, len(experts.slot_of), Reads(False, True)) is Way.PROMPTS
+    assert gpu_way(8 * PROMPT, 8 * PROMPT * 3, len(experts.slot_of), Reads(False, True)) is ExpertPath.PROMPTS
     for rows in (8 * PROMPT, 256):
         session = Session(path, 1.0, (1, 8), prompts=(rows,))
         for _ in range(2):  # what the first pass leaves in scratch is nothing to the second
@@ -110,7 +110,7 @@ def test_an_abandoned_pass_can_be_begun_again(tiny_models) -> None:
 def test_an_engine_replays_prompts_beside_those_who_decode(tiny_models, share) -> None:
     """Greedy answers where logits differ enough: of the same tokens as without graphs. Below 1 experts travel."""
     prompts = torch.randint(256, (4, 60), generator=torch.Generator().manual_seed(4)).tolist()
-    greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    greedy = SamplingSettings(temperature=0.0, max_tokens=20, ignore_eos=True)
     flags = {"kt_gpu_experts_ratio": share, "kt_cpuinfer": 2, "max_total_tokens": 1024, "disable_radix_cache": True}
     flags |= {"chunked_prefill_size": 64, "kt_gpu_prefill_token_threshold": 16}
     plain = LLM(str(tiny_models[VARIANT]), disable_cuda_graph=True, **flags)
@@ -148,7 +148,7 @@ def answers(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
     """The first is decoded while the others come."""
     from tandem.engine.protocol import GenerateRequest
 
-    sampling = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    sampling = SamplingSettings(temperature=0.0, max_tokens=20, ignore_eos=True)
     got: list[list[int]] = [[] for _ in prompts]
     for turn in range(200):
         if turn in (0, 3, 6, 9):

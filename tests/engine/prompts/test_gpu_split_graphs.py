@@ -13,7 +13,7 @@ from tandem.errors import EngineError
 from tandem.kernels.packed.experts import PackedExperts
 from tandem.models import ForwardBatch
 from tandem.planner.forecast.stream_rates import StreamRates
-from tandem.spec.gpu_scratch import Ring
+from tandem.spec.gpu_scratch import StagingRing
 
 if AVAILABLE:
     from tandem.engine.start.gpu_side import begin_step
@@ -39,7 +39,7 @@ def shared(path: object, on_gpu: float, travelling: float, parts: int = 0) -> tu
     assert hold_all([layer.cpu for layer in layers if layer], held)
     nbytes = max(layer.cpu.bytes_per_expert for layer in layers if layer)
     most = max(layer.places for layer in layers if layer)
-    ring = Ring(parts or 2 * -(-most // 2), 2, -(-2 * nbytes // 256) * 256)
+    ring = StagingRing(parts or 2 * -(-most // 2), 2, -(-2 * nbytes // 256) * 256)
     followed = Followed(ask=session.usage.ask)
     stream = ExpertStream(layers, ring, CudaBus(DEVICE, held), rates(travelling), DEVICE, followed)
     assert stream.holds_layers == (parts == 0)

@@ -13,7 +13,7 @@ from tandem.engine.graphs.pool import GraphPool
 from tandem.engine.graphs.prefill_graphs import (
     SEQUENCES,
     ChunkInputs,
-    Piece,
+    GraphPiece,
     PromptGraph,
     PromptGraphs,
     Replayed,
@@ -153,7 +153,7 @@ def test_a_graph_is_cut_where_the_host_has_something_to_do(monkeypatch) -> None:
         told.calls.append("sum")
     assert told.calls[::3] == ["begin None", "begin pool", "begin pool"] and recorder.pool == "pool"
     before = len(told.calls)
-    Piece(recorder.steps).give()
+    GraphPiece(recorder.steps).give()
     assert told.calls[before:] == ["router", "arrive", "experts", "leave", "sum"]
 
 
@@ -173,7 +173,7 @@ def task_of(pieces: Replayed, told: Told) -> PrefillTask:
 
 def test_a_pass_gives_its_pieces_in_order_and_has_the_rows_that_were_wanted(monkeypatch) -> None:
     told = Told()
-    pieces = [Piece([told.step(f"piece {i}")]) for i in range(3)]
+    pieces = [GraphPiece([told.step(f"piece {i}")]) for i in range(3)]
     graph = PromptGraph(ChunkInputs(ROWS, PAGES, CPU), pieces, found(SEQUENCES))
     monkeypatch.setattr(torch.cuda, "Event", Done)
     work = graph.of(batch([9, 4], [0, 30], [8, 12]))
@@ -214,7 +214,7 @@ def test_a_prompt_that_fails_in_a_step_lets_go_of_what_it_held(monkeypatch, erro
     told, runner = Told(), GpuRunner.__new__(GpuRunner)
     runner._graphs = GraphPool()
     runner._graphs.prefill = graphs(16)
-    graph = PromptGraph(ChunkInputs(ROWS, PAGES, CPU), [Piece([told.step("piece")])], found(SEQUENCES))
+    graph = PromptGraph(ChunkInputs(ROWS, PAGES, CPU), [GraphPiece([told.step("piece")])], found(SEQUENCES))
     monkeypatch.setattr(torch.cuda, "Event", Done)
     chunk = batch([9, 4], [0, 30], [8, 12])
     made = task_of(graph.of(chunk), told)

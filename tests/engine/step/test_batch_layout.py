@@ -18,7 +18,7 @@ import tandem
 from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
 from tandem.engine.graphs.prefill_graphs import SEQUENCES, ChunkInputs
 from tandem.engine.sequence import Chunk
-from tandem.engine.speculation.drawn_rows import Run, batch_of
+from tandem.engine.speculation.drawn_rows import DraftRows, batch_of
 from tandem.engine.step.batch import BatchArrays, moved
 from tandem.models import ForwardBatch
 from tandem.planner.host_memory import graph_input_bytes
@@ -30,12 +30,13 @@ PAGE, PAGES, MOST, CPU = 8, 12, 96, torch.device("cpu")
 
 
 def old_batch(
-    chunks: list[Chunk], *, apart: bool = False, guessing: bool = False, windowed: bool = False, each_row: bool = False
+    chunks: list[Chunk], *,
+    apart: bool = False, speculative: bool = False, windowed: bool = False, each_row: bool = False,
 ) -> ForwardBatch:
     """Of a step's chunks, in host memory."""
-    rows_apart = each_row or (apart and any(chunk.guesses for chunk in chunks))
-    settled = [not c.guesses and c.sequence.folded_len == c.sequence.computed_len for c in chunks]
-    folds = guessing and (each_row or not all(settled))
+    rows_apart = each_row or (apart and any(chunk.draft_tokens for chunk in chunks))
+    settled = [not c.draft_tokens and c.sequence.folded_len == c.sequence.computed_len for c in chunks]
+    folds = speculative and (each_row or not all(settled))
     owners = [(chunk, i) for chunk in chunks for i in range(chunk.length)]
     ends = [(c, i + 1) for c, i in owners] if rows_apart else [(c, c.length) for c in chunks]
     positions = [c.sequence.computed_len + i for c, i in owners]
@@ -73,7 +74,7 @@ def old_batch(
     return batch
 
 
-def old_image(source: ForwardBatch, size: int, kinds: int, guessing: bool) -> bytes:
+def old_image(source: ForwardBatch, size: int, kinds: int, speculative: bool) -> bytes:
     """What a decode graph's memory holds of a batch."""
     rows = len(source.seq_lens)
     index = torch.arange(size).clamp(max=rows - 1)
@@ -88,7 +89,7 @@ def old_image(source: ForwardBatch, size: int, kinds: int, guessing: bool) -> by
     slots = source.slots[index]
     slots[rows:] = 0
     lens = source.seq_lens[index]
-    folded = torch.zeros_like(lens) if not guessing else lens - 1 if source.folded is None else source.folded[index]
+    folded = torch.zeros_like(lens) if not speculative else lens - 1 if source.folded is None else source.folded[index]
     narrow = [lens, slots, folded, *tables, torch.tensor([rows], dtype=torch.int32)]
     first = b"".join(part.numpy().tobytes() for part in wide)
     return first + bytes(-len(first) % 128) + b"".join(part.numpy().tobytes() for part in narrow)
@@ -110,7 +111,7 @@ def old_chunk_image(source: ForwardBatch, rows: int) -> bytes:
     return b"".join(part.numpy().tobytes() for part in parts)
 
 
-def old_drawn(runs: list[Run]) -> ForwardBatch:
+def old_drawn(runs: list[DraftRows]) -> ForwardBatch:
     """Of a draft layer's rows."""
     starts = np.cumsum([0, *(len(run.tokens) for run in runs)])
     positions = np.concatenate([np.arange(run.first, run.first + len(run.tokens)) for run in runs])
@@ -145,19 +146,19 @@ def sequence_of(random: np.random.Generator, computed: int, tokens: int) -> Any:
     )  # fmt: skip
 
 
-def chunk_of(random: np.random.Generator, length: int, guesses: int = 0) -> Chunk:
+def chunk_of(random: np.random.Generator, length: int, draft_tokens: int = 0) -> Chunk:
     sequence = sequence_of(random, int(random.integers(0, 40)), length)
-    drafts = tuple(random.integers(0, 999, guesses).tolist())
-    logits = 1 + guesses if guesses else int(random.integers(0, 2))
-    return Chunk(cast(Any, sequence), length + guesses, logits, drafts)
+    drafts = tuple(random.integers(0, 999, draft_tokens).tolist())
+    logits = 1 + draft_tokens if draft_tokens else int(random.integers(0, 2))
+    return Chunk(cast(Any, sequence), length + draft_tokens, logits, drafts)
 
 
-def steps(seed: int, guesses: bool) -> list[list[Chunk]]:
+def steps(seed: int, draft_tokens: bool) -> list[list[Chunk]]:
     """Of many shapes, some as many rows as the one before: tensors are used again."""
     random, found = np.random.default_rng(seed), []
     for _ in range(12):
         decoding = int(random.integers(0, 6))
-        draws = [int(random.integers(0, 4)) if guesses else 0 for _ in range(decoding)]
+        draws = [int(random.integers(0, 4)) if draft_tokens else 0 for _ in range(decoding)]
         prompts = random.integers(2, 17, int(random.integers(0 if decoding else 1, 3))).tolist()
         chunks = [chunk_of(random, 1, drafts) for drafts in draws] + [chunk_of(random, length) for length in prompts]
         found += [chunks] * int(random.integers(1, 3))
@@ -179,8 +180,9 @@ def same(one: ForwardBatch, other: ForwardBatch) -> None:
 
 
 KINDS = [
-    {}, {"guessing": True}, {"apart": True, "guessing": True}, {"windowed": True}, {"each_row": True, "guessing": True},
-    {"apart": True, "guessing": True, "windowed": True},
+    {}, {"speculative": True}, {"apart": True, "speculative": True}, {"windowed": True},
+    {"each_row": True, "speculative": True},
+    {"apart": True, "speculative": True, "windowed": True},
 ]  # fmt: skip
 
 
@@ -189,31 +191,31 @@ KINDS = [
 def test_a_steps_batch_has_the_bytes_it_had(seed: int, kind: dict[str, bool]) -> None:
     """On the host, and where it is moved to."""
     arrays = BatchArrays(PAGE, MOST, **kind)
-    for chunks in steps(seed, guesses=kind.get("guessing", False)):
+    for chunks in steps(seed, draft_tokens=kind.get("speculative", False)):
         batch, old = arrays.fill(chunks), old_batch(chunks, **kind)
         same(batch, old)
         same(moved(batch, CPU), old)
 
 
 @pytest.mark.parametrize("windowed", [False, True])
-@pytest.mark.parametrize("guessing", [False, True])
+@pytest.mark.parametrize("speculative", [False, True])
 @pytest.mark.parametrize("size", [6, 16, 20])
-def test_a_decode_graphs_memory_has_the_bytes_it_had(size: int, guessing: bool, windowed: bool) -> None:
-    inputs = GraphInputs(size, GraphPlan((size,), PAGES, guessing=guessing, windowed=windowed), CPU)
-    arrays = BatchArrays(PAGE, MOST, apart=True, guessing=guessing, windowed=windowed)
-    for chunks in steps(size, guesses=guessing):
+def test_a_decode_graphs_memory_has_the_bytes_it_had(size: int, speculative: bool, windowed: bool) -> None:
+    inputs = GraphInputs(size, GraphPlan((size,), PAGES, speculative=speculative, windowed=windowed), CPU)
+    arrays = BatchArrays(PAGE, MOST, apart=True, speculative=speculative, windowed=windowed)
+    for chunks in steps(size, draft_tokens=speculative):
         batch = arrays.fill([chunk for chunk in chunks if chunk.length <= 4] or [chunk_of(np.random.default_rng(1), 1)])
         if len(batch.seq_lens) != len(batch.input_ids) or len(batch.seq_lens) > size:
             continue
         inputs._host[:] = 0  # tables keep what longer ones have left behind
         inputs.fill(batch)
         inputs.send()
-        wanted = old_image(batch, size, 1 + windowed, guessing)
+        wanted = old_image(batch, size, 1 + windowed, speculative)
         assert inputs._host.numpy().tobytes() == inputs._there.numpy().tobytes() == wanted
         same(inputs.image, inputs.batch)
         assert inputs.batch.query_starts.tolist() == list(range(size + 1)) and inputs.batch.single_rows == 0
         assert inputs.batch.logits_rows.tolist() == list(range(size)) and inputs.batch.sure is None
-        assert (inputs.batch.folded is None) != guessing and (inputs.batch.windows is None) != windowed
+        assert (inputs.batch.folded is None) != speculative and (inputs.batch.windows is None) != windowed
         check_views(inputs)
 
 
@@ -252,7 +254,7 @@ def test_a_draft_layers_batch_has_the_bytes_it_had(seed: int) -> None:
     for count in random.integers(1, 9, int(random.integers(1, 6))).tolist():
         first = int(random.integers(0, 40))
         tokens = random.integers(0, 99, count).tolist()
-        runs.append(Run(sequence_of(random, first, count), first, tokens, bool(count % 2)))
+        runs.append(DraftRows(sequence_of(random, first, count), first, tokens, bool(count % 2)))
     same(batch_of(runs, PAGE), old_drawn(runs))
 
 
@@ -260,13 +262,13 @@ def test_rows_that_are_no_drafts_are_known_wherever_a_batch_goes() -> None:
     """Only their number says which rows a recurrent state may keep: `moved` had left it out."""
     random = np.random.default_rng(2)
     chunks = [chunk_of(random, 1, 2), chunk_of(random, 1), chunk_of(random, 9)]
-    batch = BatchArrays(PAGE, MOST, guessing=True, windowed=True).fill(chunks)
+    batch = BatchArrays(PAGE, MOST, speculative=True, windowed=True).fill(chunks)
     copy = moved(batch, CPU)
     for each in (batch, batch.windowed, copy, copy.windowed):
         assert each.sure is not None and each.sure.tolist() == [1, 1, 9]
         assert each.sure.dtype == torch.int32
     assert copy.sure.data_ptr() != batch.sure.data_ptr()
-    assert BatchArrays(PAGE, MOST, guessing=True, apart=True).fill(chunks).sure is None
+    assert BatchArrays(PAGE, MOST, speculative=True, apart=True).fill(chunks).sure is None
 
 
 def test_batches_are_made_in_one_place() -> None:

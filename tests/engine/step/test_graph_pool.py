@@ -22,8 +22,12 @@ class Captures:
 
     device = CPU
 
-    def __init__(self) -> None:
+    def __init__(self, plan: GraphPlan) -> None:
+        self.plan = plan
         self.order: list[tuple[Any, ...]] = []
+
+    def inputs(self, size: int) -> GraphInputs:
+        return GraphInputs(size, self.plan, self.device)
 
     def captured(self, inputs: GraphInputs, memory: Any, *, plain: bool = False) -> Any:
         rows = len(inputs.batch.seq_lens)
@@ -39,13 +43,13 @@ class PrefillCaptures:
         self._own = PrefillCapture(cast(Any, None), [], PAGES, start, cast(Any, None), CPU, None)
         self.shared_sizes, self.shares = self._own.shared_sizes, self._own.shares
 
-    def of(self, sizes: Any, sibling: PromptGraphs | None = None, spares: bool = False) -> PromptGraphs:
-        self.order.append((tuple(sizes), sibling, spares))
+    def of(self, sizes: Any, sibling: PromptGraphs | None = None, reserve_sms: bool = False) -> PromptGraphs:
+        self.order.append((tuple(sizes), sibling, reserve_sms))
         return PromptGraphs(None, sibling)
 
 
 def pool_of(plan: GraphPlan) -> tuple[GraphPool, Captures]:
-    pool, captures = GraphPool(), Captures()
+    pool, captures = GraphPool(), Captures(plan)
     pool.capture_decode(plan, cast(DecodeCapture, captures))
     return pool, captures
 
@@ -77,7 +81,7 @@ def test_a_step_gets_the_smallest_graph_that_it_fits() -> None:
 
 def test_steps_without_drafts_have_graphs_of_their_own() -> None:
     """And those of all steps where there are none of their size."""
-    pool, _ = pool_of(GraphPlan((1, 2, 8), PAGES, settled=(1, 2), guessing=True))
+    pool, _ = pool_of(GraphPlan((1, 2, 8), PAGES, settled=(1, 2), speculative=True))
     assert pool.decode_graph(batch(2)) is pool.plain[2]
     assert pool.decode_graph(batch(2, drafts=True)) is pool.decode[2]
     assert pool.decode_graph(batch(3)) is pool.decode[8]
@@ -89,7 +93,7 @@ def test_prefills_have_two_sets_of_graphs_only_where_the_background_has_fewer_mu
 ) -> None:
     pool, start = GraphPool(), SimpleNamespace(may_split=lambda rows: rows > 16, splits=lambda rows: True)
     captures = PrefillCaptures(start)
-    plan = GraphPlan((), PAGES, prompts=(16, 32), splits=(16, 32), alone=alone, spared=reserved)
+    plan = GraphPlan((), PAGES, prompts=(16, 32), splits=(16, 32), alone=alone, reserved_sms=reserved)
     pool.capture_prefill(plan, cast(PrefillCapture, captures))
     own = bool(reserved) and alone
     assert (pool.prefill is not pool.background) == own

@@ -4,6 +4,7 @@ of what is done."""
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ EVERYTHING = {
     "decode graphs": {"prompts": ()},
     "prefill graphs": {},
     "the CPU has a part": {"alone": False},
-    "reserved multiprocessors": {"spared": 8},
+    "reserved multiprocessors": {"reserved_sms": 8},
     "experts are shared": {"ring": 1 << 20, "shares": True},
     "experts travel": {"ring": 1 << 20},
     "short chunks": {"shared_tokens": 16},
@@ -65,7 +66,7 @@ def test_answers_are_the_same_on_every_path(monkeypatch, caplog, kind: str) -> N
 
 
 @pytest.mark.parametrize(("flags", "path"), [
-    ({}, Path.PREFILL_GRAPH), ({"spared": 8}, Path.PREFILL_GRAPH), ({"prompts": ()}, Path.EAGER),
+    ({}, Path.PREFILL_GRAPH), ({"reserved_sms": 8}, Path.PREFILL_GRAPH), ({"prompts": ()}, Path.EAGER),
     ({"ring": 1 << 20, "shares": True, "prompts": (16, 32)}, Path.SHARED_PREFILL_GRAPH),
     ({"ring": 1 << 20, "prompts": (16, 32)}, Path.EAGER),
     ({"shared_tokens": 8}, Path.EAGER_SHRINKING),
@@ -85,10 +86,31 @@ def test_a_prompt_that_is_alone_takes_its_path(monkeypatch, caplog, flags: dict[
         Path.SHARED_PREFILL_GRAPH: [
             "aside after", "hold split", "back", *[each for p in pieces for each in ("aside", p, "back")], "release",
             "streams end"],
-        Path.EAGER: ["aside after", "begin kernels of 16", "check", "back"],
-        Path.EAGER_SHRINKING: ["aside after", "begin kernels of 16", "check", "back"],
+        Path.EAGER: ["aside after", "begin kernels of 16", "back", "check"],
+        Path.EAGER_SHRINKING: ["aside after", "begin kernels of 16", "back", "check"],
     }  # fmt: skip
     assert calls == order[path]
+
+
+@pytest.mark.parametrize("settling", [False, True])
+def test_a_pass_waits_for_experts_that_have_changed_places(monkeypatch, settling: bool) -> None:
+    """They did so in the order of steps, on another stream. What is computed kernel by kernel comes before the next
+    ones: their stream waits for it."""
+    engine, calls = replayed_engine(monkeypatch, num_pages=200)
+    live = SimpleNamespace(
+        settling=settling, beside_step=lambda: calls.append("beside"), after_step=lambda over: calls.append("moves")
+    )
+    engine._runner._live = live
+    engine.add(request("a", PROMPTS["a"], max_tokens=20))
+    engine.step()
+    engine.add(request("c", PROMPTS["c"], max_tokens=20))
+    calls.clear()
+    engine.step()
+    assert calls[calls.index("hold") - 1] == ("aside after" if settling else "aside")
+    calls.clear()
+    while engine.has_work():
+        engine.step()
+    assert "beside" in calls and "moves" in calls
 
 
 def test_a_shorter_chunk_is_begun_anew(monkeypatch) -> None:
@@ -146,7 +168,7 @@ def test_a_decode_step_alone(monkeypatch) -> None:
 
 def test_a_prefill_goes_on_while_a_replayed_step_runs(monkeypatch) -> None:
     """It is held before the step begins; its pieces are given after the CPU has done its part of the step."""
-    engine, calls = decoding(monkeypatch, spared=8)
+    engine, calls = decoding(monkeypatch, reserved_sms=8)
     engine.add(request("b", PROMPTS["b"], max_tokens=4))
     engine.step()
     hold = ["aside sparing", "hold", "back"]
@@ -192,7 +214,7 @@ def test_a_graph_that_the_cpu_would_have_a_part_in_is_not_replayed(monkeypatch, 
     assert not any(call.startswith("piece") for call in calls)
 
 
-@pytest.mark.parametrize("flags", [{}, {"prompts": ()}, {"alone": False}, {"spared": 8}], ids=str)
+@pytest.mark.parametrize("flags", [{}, {"prompts": ()}, {"alone": False}, {"reserved_sms": 8}], ids=str)
 def test_an_abort_ends_a_pass_and_another_can_begin(monkeypatch, flags: dict[str, Any]) -> None:
     engine, calls = decoding(monkeypatch, **flags)
     engine.add(request("b", PROMPTS["b"], max_tokens=4))
@@ -266,8 +288,14 @@ def test_layers_of_a_prompt_may_be_given_until_the_gpu_has_ended_a_step(monkeypa
     runner, opened = engine._runner, list[bool]()
     wait = runner._end.wait
     monkeypatch.setattr(runner._end, "wait", lambda: [opened.append(runner._feeder._open.is_set()), wait()])
-    engine.add(request("a", PROMPTS["a"], max_tokens=3))
+    engine.add(request("a", PROMPTS["a"], max_tokens=9))
     engine.step()
+    opened.clear()
+    engine.step()  # no prompt is under way
+    assert opened == [False]
+    engine.add(request("b", PROMPTS["b"], max_tokens=3))
+    engine.step()
+    assert engine._scheduler.in_flight
     opened.clear()
     engine.step()
     assert opened == [True] and not runner._feeder._open.is_set()

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tandem.bench import explain_steps
-from tandem.bench.explain_steps import Question, choices
+from tandem.bench.explain_steps import StepQuestion, choices
 from tandem.cli.bench import bench
 from tandem.engine.sequence import Chunk
 from tandem.engine.step.path import Path, background_path_of, path_of
@@ -49,7 +49,7 @@ def test_paths_that_no_graph_decides() -> None:
 
 def test_every_path_has_a_question_that_names_it() -> None:
     plans = [None, ON_GPU, STREAMED]
-    question = Question("c", ("BF16",), (0.5,), decode=(1, 9), prefill=(100, 200, 8192))
+    question = StepQuestion("c", ("BF16",), (0.5,), decode=(1, 9), prefill=(100, 200, 8192))
     seen = set[Path]()
     for gpu in plans:
         plan = cast(Any, SimpleNamespace(gpu=gpu, max_step_tokens=8192))

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
-from tandem.mechanisms.recurrence.tokens import Tokens
+from tandem.mechanisms.recurrence.tokens import RecurrentTokens
 from tandem.models.batch import ForwardBatch
 from tandem.models.passing import Pass
 
@@ -31,7 +31,7 @@ SHAPES = [AWKWARD] if INTERPRETED else [AWKWARD, (32, 32, 128, 128)]  # Kimi-Lin
 Part = tuple[int, int, int]  # slot, tokens before, new rows
 
 
-def tokens_of(shape: Shape, length: int, fastest: float, apart: bool = True) -> Tokens:
+def tokens_of(shape: Shape, length: int, fastest: float, apart: bool = True) -> RecurrentTokens:
     """[SLOTS, length, …]; some channels forget nearly all at once, some nothing."""
     heads, groups, keys, width = shape
     g, channels = torch.Generator().manual_seed(heads + length), keys if apart else 1
@@ -39,14 +39,14 @@ def tokens_of(shape: Shape, length: int, fastest: float, apart: bool = True) -> 
     rates = torch.logspace(-4, 0, heads * channels).view(heads, channels) * fastest
     if apart:
         rates[:, ::5] = 0.0
-    return Tokens(
+    return RecurrentTokens(
         asked, written, torch.randn(SLOTS, length, heads, width, generator=g),
         -torch.rand(SLOTS, length, heads, channels, generator=g) * rates,
         torch.rand(SLOTS, length, heads, generator=g),
     )  # fmt: skip
 
 
-def exact(tokens: Tokens, slot: int) -> tuple[Tensor, Tensor]:
+def exact(tokens: RecurrentTokens, slot: int) -> tuple[Tensor, Tensor]:
     """float64 [length, H, V] of one slot from nothing, and its memory behind."""
     asked, written, values, decay, beta = (part[slot].to(DEVICE).double() for part in tokens if part is not None)
     heads = values.shape[1]
@@ -72,18 +72,18 @@ def step_of(parts: list[Part], single: int) -> Pass:
     return Pass(batch, torch.empty(0))
 
 
-def run(tokens: Tokens, parts: list[Part], memory: Tensor, single: int = 0) -> list[Tensor]:
+def run(tokens: RecurrentTokens, parts: list[Part], memory: Tensor, single: int = 0) -> list[Tensor]:
     """What each part reads."""
     rows = (
         torch.cat([part[slot, before : before + new] for slot, before, new in parts]).to(DEVICE)
         for part in tokens
         if part is not None
     )
-    found = GpuFolds().folded(Tokens(*rows), step_of(parts, single), memory)
+    found = GpuFolds().folded(RecurrentTokens(*rows), step_of(parts, single), memory)
     return list(found.cpu().split([new for _, _, new in parts]))
 
 
-def check(tokens: Tokens, slot: int, found: Tensor, memory: Tensor) -> None:
+def check(tokens: RecurrentTokens, slot: int, found: Tensor, memory: Tensor) -> None:
     wanted, behind = exact(tokens, slot)
     terms = tokens.asked.shape[-1] + CHUNK
     tolerance = terms * 2.0**-24 + (0 if INTERPRETED else 3 * 2.0**-20)
@@ -107,7 +107,7 @@ def test_every_cut_gives_what_float64_gives(shape: Shape, cuts: list[int], apart
         at += count
     for slot in (2, 4):
         check(tokens, slot, torch.cat(found[slot]), memory[slot].cpu())
-    few = Tokens(*(part[:, : len(cuts)] for part in tokens if part is not None))
+    few = RecurrentTokens(*(part[:, : len(cuts)] for part in tokens if part is not None))
     check(few, 1, torch.cat(found[1]), memory[1].cpu())
     assert memory[[0, 3]].isnan().all()
 
@@ -116,7 +116,7 @@ def test_prompts_of_any_lengths_together() -> None:
     tokens, memory = tokens_of(AWKWARD, 130, 2.0), torch.zeros(SLOTS, 4, 12, 21, device=DEVICE)
     parts = [(3, 0, 3), (1, 0, 130), (0, 0, 1), (4, 0, 64), (2, 0, 49)]
     for (slot, _, new), rows in zip(parts, run(tokens, parts, memory), strict=True):
-        check(Tokens(*(part[:, :new] for part in tokens if part is not None)), slot, rows, memory[slot].cpu())
+        check(RecurrentTokens(*(part[:, :new] for part in tokens if part is not None)), slot, rows, memory[slot].cpu())
 
 
 @pytest.mark.parametrize("log", [-50.0, -1e4, float("-inf")])

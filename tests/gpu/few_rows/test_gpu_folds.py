@@ -7,7 +7,7 @@ import torch
 
 from gpu import DEVICE, needs_triton
 from tandem.mechanisms.recurrence.gpu.folds import GpuFolds
-from tandem.mechanisms.recurrence.tokens import Tokens
+from tandem.mechanisms.recurrence.tokens import RecurrentTokens
 from tandem.models.batch import ForwardBatch
 from tandem.models.passing import Pass
 
@@ -30,7 +30,7 @@ def test_copies_give_what_the_last_real_row_gives(real: int) -> None:
     def rows(*size: int) -> torch.Tensor:
         return torch.randn(3, *size, device=DEVICE)[torch.arange(3).clamp(max=real - 1)]
 
-    tokens = Tokens(rows(GROUPS, KEYS), rows(GROUPS, KEYS), rows(HEADS, VALUES), -rows(HEADS, 1).abs(), None)
+    tokens = RecurrentTokens(rows(GROUPS, KEYS), rows(GROUPS, KEYS), rows(HEADS, VALUES), -rows(HEADS, 1).abs(), None)
     out = GpuFolds().folded(tokens, Pass(batch, torch.empty(0)), torch.randn(3, HEADS, KEYS, VALUES, device=DEVICE))
     assert all(out[row].equal(out[real - 1]) for row in range(real, 3))
     assert real == 1 or not out[0].equal(out[1])

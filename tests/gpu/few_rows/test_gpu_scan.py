@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
-from tandem.mechanisms.recurrence.tokens import Tokens
+from tandem.mechanisms.recurrence.tokens import RecurrentTokens
 from tandem.models.batch import ForwardBatch
 from tandem.models.passing import Pass
 
@@ -28,16 +28,16 @@ SHAPES = [AWKWARD] if INTERPRETED else [AWKWARD, (64, 8, 128, 64), (128, 1, 128,
 Part = tuple[int, int, int]  # slot, tokens before, new rows
 
 
-def tokens_of(shape: tuple[int, int, int, int], length: int, fastest: float) -> Tokens:
+def tokens_of(shape: tuple[int, int, int, int], length: int, fastest: float) -> RecurrentTokens:
     """[SLOTS, length, …]; some heads forget nearly all at once, some nearly nothing."""
     heads, groups, keys, width = shape
     g = torch.Generator().manual_seed(heads + length)
     asked, written = (torch.randn(SLOTS, length, groups, keys, generator=g).bfloat16().float() for _ in range(2))
     values, rates = torch.randn(SLOTS, length, heads, width, generator=g), torch.logspace(-4, 0, heads) * fastest
-    return Tokens(asked, written, values, -torch.rand(SLOTS, length, heads, 1, generator=g) * rates[:, None])
+    return RecurrentTokens(asked, written, values, -torch.rand(SLOTS, length, heads, 1, generator=g) * rates[:, None])
 
 
-def exact(tokens: Tokens, slot: int) -> tuple[Tensor, Tensor]:
+def exact(tokens: RecurrentTokens, slot: int) -> tuple[Tensor, Tensor]:
     """float64 [length, H, V] of one slot from nothing, and its memory behind."""
     asked, written, values, decay = (part[slot].to(DEVICE).double() for part in tokens[:4])
     heads = values.shape[1]
@@ -61,20 +61,20 @@ def step_of(parts: list[Part], single: int) -> Pass:
     return Pass(batch, torch.empty(0))
 
 
-def run(tokens: Tokens, parts: list[Part], memory: Tensor, single: int = 0) -> list[Tensor]:
+def run(tokens: RecurrentTokens, parts: list[Part], memory: Tensor, single: int = 0) -> list[Tensor]:
     """What each part reads."""
     rows = (
         torch.cat([part[slot, before : before + new] for slot, before, new in parts]).to(DEVICE)
         for part in tokens[:4]
     )
-    found = GpuFolds().folded(Tokens(*rows), step_of(parts, single), memory)
+    found = GpuFolds().folded(RecurrentTokens(*rows), step_of(parts, single), memory)
     return list(found.cpu().split([new for _, _, new in parts]))
 
 
-def check(tokens: Tokens, slot: int, found: Tensor, memory: Tensor) -> None:
+def check(tokens: RecurrentTokens, slot: int, found: Tensor, memory: Tensor) -> None:
     length = len(found)
     wanted, behind = exact(tokens, slot)
-    whole = Tokens(*(part.abs() for part in tokens[:3]), tokens.decay)
+    whole = RecurrentTokens(*(part.abs() for part in tokens[:3]), tokens.decay)
     size, held = exact(whole, slot)
     log = max(part.abs().sum(0).max().item() for part in tokens.decay[slot].split(CHUNK))
     terms = tokens.asked.shape[-1] + CHUNK + length / CHUNK
@@ -97,7 +97,7 @@ def test_every_cut_gives_what_float64_gives(shape: tuple[int, int, int, int], cu
         at += count
     for slot in (2, 4):
         check(tokens, slot, torch.cat(found[slot]), memory[slot].cpu())
-    few = Tokens(*(part[:, : len(cuts)] for part in tokens[:4]))
+    few = RecurrentTokens(*(part[:, : len(cuts)] for part in tokens[:4]))
     check(few, 1, torch.cat(found[1]), memory[1].cpu())
     assert memory[[0, 3]].isnan().all()
 

@@ -68,13 +68,13 @@ def compile_log(source: str, gpu: int) -> str:
     return log.value.decode() or f"error {failed}" if failed else ""
 
 
-BLOCKS, WIDE_BLOCKS = code_mma.Blocks(1, 1, 4, 4, 6), code_mma.Blocks(2, 2, 8, 2, 2)
-FEW, MANY = code_product.Blocks(16, 4, 8, 4, 4), code_product.Blocks(64, 2, 3, 4, 2)
+BLOCKS, WIDE_BLOCKS = code_mma.MmaTiling(1, 1, 4, 4, 6), code_mma.MmaTiling(2, 2, 8, 2, 2)
+FEW, MANY = code_product.ProductTiling(16, 4, 8, 4, 4), code_product.ProductTiling(64, 2, 3, 4, 2)
 # Each program that experts and dense matrices of some codes may ask for, by what differs in its text.
 PROGRAMS: dict[str, Callable[[Kind], str]] = {
     "rows": lambda kind: code_mma.source(kind, BLOCKS),
     "wide": lambda kind: code_mma.source(kind, WIDE_BLOCKS),
-    "ready": lambda kind: code_mma.source(kind, code_mma.Blocks(2, 1, 16, 2, 1), SILU, ready=True),
+    "ready": lambda kind: code_mma.source(kind, code_mma.MmaTiling(2, 1, 16, 2, 1), SILU, ready=True),
     "experts": lambda kind: expert_mma.source(kind, SILU),
     "clamped": lambda kind: expert_mma.source(kind, CLAMPED),
     "few": lambda kind: code_product.source(kind, FEW, 1, None),
@@ -93,7 +93,7 @@ def program_by_full(kind: Kind, program: str) -> Any:
 
 def one_of_each_source(kind: Kind) -> list[str]:
     delta = DeltaRule(2, 4, rows.HEAD, rows.HEAD, 4, Norm(1e-6), "heads")
-    blocks = code_mma.Blocks(1, 1, 4, 4, 6), code_product.Blocks(32, 4, 4, 4, 3)
+    blocks = code_mma.MmaTiling(1, 1, 4, 4, 6), code_product.ProductTiling(32, 4, 4, 4, 3)
     experts = expert_mma.source(kind), code_product.source(kind, blocks[1], 1, SILU)
     return [code_mma.source(kind, blocks[0]), *experts, rows.source(delta, 3, 2048)]
 

@@ -25,13 +25,13 @@ from tandem.formats.codes import Weight
 from tandem.formats.reference import stored
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.joined import Sum
-from tandem.kernels.ops import Addend, ExpertBiases, HeadNorms, Rope, Routing, Tally
+from tandem.kernels.ops import Addend, ExpertBiases, HeadNorms, RopeTables, Routing, Tally
 from tandem.kernels.step_rows import step_rows
 from tandem.mechanisms.channel_delta.torch import ChannelGates, ChannelWeights
 from tandem.mechanisms.delta_net.shape import DeltaRule
 from tandem.mechanisms.delta_net.torch import DeltaState, DeltaWeights, Product
 from tandem.mechanisms.latent.absorbed import LatentSizes, LatentWeights
-from tandem.mechanisms.recurrence.tokens import Tokens
+from tandem.mechanisms.recurrence.tokens import RecurrentTokens
 from tandem.mechanisms.recurrence.torch import Taps
 from tandem.mechanisms.router.shape import Router
 from tandem.mechanisms.shared_kv.shape import EntryIndex, Pool, SharedKv
@@ -39,7 +39,7 @@ from tandem.mechanisms.shared_kv.torch import Projected
 from tandem.mechanisms.shared_kv.weights import PoolWeights, SharedKvWeights
 from tandem.mechanisms.state_space.torch import SpaceInputs, SpaceWeights
 from tandem.mechanisms.streams.shape import Hyper
-from tandem.mechanisms.streams.torch import HyperWeights, Leaving, Mix, RowNorm
+from tandem.mechanisms.streams.torch import HyperWeights, Leaving, RowNorm, StreamMix
 from tandem.mechanisms.token_index.shape import Index
 from tandem.mechanisms.token_index.torch import IndexWeights
 from tandem.models.batch import ForwardBatch
@@ -60,8 +60,8 @@ if HAS_TRITON and not INTERPRETED:
     from tandem.kernels import which
     from tandem.kernels.gpu import attention_decode, attention_prefill, best, overlap
     from tandem.kernels.gpu.linear import GpuLinear
-    from tandem.kernels.gpu.memory.pinned import read_rows
     from tandem.kernels.gpu.ops import GpuOps
+    from tandem.kernels.gpu.pinned import read_rows
     from tandem.kernels.gpu.prompts import products
     from tandem.kernels.gpu.prompts.order import keyed
     from tandem.mechanisms.channel_delta.gpu import GpuChannelFolds
@@ -225,7 +225,9 @@ def test_streams_that_mix(compiler: Compiler, ops: GpuOps) -> None:
     shape, hidden = Hyper(4, 20, 1e-6, 1e-6), 4096
     weights = HyperWeights(ops.linear(torch.zeros(32, 4 * hidden), fmt="f32"), torch.zeros(32), torch.zeros(32))
     for rows in (1, 5, 40):
-        leaving = Leaving(torch.zeros(rows, hidden).bfloat16(), Mix(torch.zeros(rows, 4), torch.zeros(rows, 4, 4)))
+        leaving = Leaving(
+            torch.zeros(rows, hidden).bfloat16(), StreamMix(torch.zeros(rows, 4), torch.zeros(rows, 4, 4))
+        )
         norm = RowNorm(torch.zeros(hidden).bfloat16(), 1e-6, ops.rms_norm)
         streams = torch.zeros(rows, 4, hidden).bfloat16()
         ops.bound(shape, weights, hidden).advanced(streams, leaving, norm)
@@ -349,7 +351,8 @@ def test_the_small_kernels(compiler: Compiler, ops: GpuOps) -> None:
         tally = Tally(*torch.zeros(2, 64, dtype=torch.int32), rows=torch.ones(1, dtype=torch.int32))
         ops.bound(router)(torch.zeros(rows, 64), None, 1, tally)
         ops.rope_store(
-            torch.zeros(rows, 40 * 128).bfloat16(), Rope(angles.cos(), angles.sin()), make_batch([(0, rows)], tables),
+            torch.zeros(rows, 40 * 128).bfloat16(), RopeTables(angles.cos(), angles.sin()),
+            make_batch([(0, rows)], tables),
             *pools, 32, HeadNorms(norm, norm),
         )  # fmt: skip
     counts = {name: len(variants) for name, variants in compiler.variants.items()}
@@ -423,7 +426,7 @@ def test_latent_attention(card: Compiler, ops: GpuOps, heads: int) -> None:
     sizes = LatentSizes(heads, 128, 64, 512, 128)
     angles, up = torch.rand(5000, 32), torch.zeros(heads, 128, 512).bfloat16()
     weights = LatentWeights(
-        up.transpose(1, 2), up, torch.ones(512).bfloat16(), 1e-6, Rope(angles, angles), 0.1
+        up.transpose(1, 2), up, torch.ones(512).bfloat16(), 1e-6, RopeTables(angles, angles), 0.1
     )
     layer = ops.bound(sizes, weights)
     for spans, single in [
@@ -453,7 +456,7 @@ def test_latent_attention_over_chosen_tokens(
     """Indexers and attention of rows that decode, and of chunks that see all and not; lists of one and more pieces."""
     sizes, angles = LatentSizes(heads, nope, 64, 512, value), torch.rand(40001, 32)
     keys, values = torch.zeros(heads, 512, nope).bfloat16(), torch.zeros(heads, value, 512).bfloat16()
-    norm, rope = torch.ones(512).bfloat16(), Rope(angles, angles)
+    norm, rope = torch.ones(512).bfloat16(), RopeTables(angles, angles)
     layer = ops.bound(sizes, LatentWeights(keys, values, norm, 1e-6, rope, 0.1))
     shape = Index(heads // 2, 128, 2048, RopeShape(1e4, 64, pairs="halves"))
     index = ops.bound(shape, IndexWeights(torch.ones(128), torch.ones(128), angles, angles))
@@ -524,7 +527,7 @@ def test_state_spaces(card: Compiler, ops: GpuOps, model: str) -> None:
         tables, _ = random_tables(len(spans), max(end for _, end in spans))
         batch = replace(make_batch(spans, tables), single_rows=single)
         rows, shared = len(batch.positions), torch.zeros(len(batch.positions), groups, keys)
-        tokens = Tokens(shared, shared, torch.zeros(rows, heads, width), torch.zeros(rows, heads, 1))
+        tokens = RecurrentTokens(shared, shared, torch.zeros(rows, heads, width), torch.zeros(rows, heads, 1))
         step, wide = Pass(batch, torch.empty(0)), torch.zeros(rows, 3 * channels + 8).bfloat16()
         GpuFolds().folded(tokens, step, memory)
         GpuFolds().convolved(wide[:, 8:][:, :channels], step, ring, Taps(taps, biased=True))

@@ -10,11 +10,11 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from tandem.engine.protocol import SamplingParams
-from tandem.engine.text.tokenizer import Tokenizer
+from tandem.engine.protocol import SamplingSettings
 from tandem.server.chat.conversation import Conversation
 from tandem.server.chat.model import ChatModel, PreparedChat
 from tandem.server.prompts.reader import PromptReader
+from tandem.text.tokenizer import Tokenizer
 
 CONTROLS = ("<|turn|>", "<|done|>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>")
 
@@ -45,7 +45,7 @@ def chat_model(
 
 
 def prepare(model: ChatModel, conversation: Conversation, **sampling: Any) -> PreparedChat:
-    return asyncio.run(model.prepare(conversation, SamplingParams(**sampling)))
+    return asyncio.run(model.prepare(conversation, SamplingSettings(**sampling)))
 
 
 def prompt_of(template: dict[str, str] | str | None, conversation: Conversation, **parsers: Any) -> str:

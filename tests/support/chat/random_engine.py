@@ -6,9 +6,9 @@ import numpy as np
 
 from fake_model import FakeModel, fake_config, fake_plan, run
 from tandem.engine.engine import Engine
-from tandem.engine.protocol import GenerateRequest, Grammar, SamplingParams, TokenOutput
+from tandem.engine.protocol import GenerateRequest, Grammar, SamplingSettings, TokenOutput
 from tandem.engine.start.parts import EngineParts
-from tandem.engine.text.token_table import TokenTable
+from tandem.text.token_table import TokenTable
 
 EOS, MARKER = 256, 257
 PIECES = ['": "', '", "', '": ', '{"', '"}', "true", "null", "  ", "12", '"', "é", "ab"]
@@ -72,7 +72,7 @@ def lends_compiler(model: Engine, made: Engine) -> Engine:
 def request(name: str, grammar: Grammar | None, prompt: str = "?", **sampling) -> GenerateRequest:
     sampling = {"temperature": 1.0, "seed": 5, "max_tokens": 2000} | sampling
     return GenerateRequest(
-        id=name, prompt_ids=list(prompt.encode()), sampling=SamplingParams(grammar=grammar, **sampling)
+        id=name, prompt_ids=list(prompt.encode()), sampling=SamplingSettings(grammar=grammar, **sampling)
     )
 
 

@@ -32,12 +32,12 @@ class BlockDrafted(DrawnChains):
     reads: tuple[int, ...]
     unknown: int
 
-    def logits(self, tokens: list[int], width: int, guesses: Rows[int] = ()) -> list[Tensor]:
+    def logits(self, tokens: list[int], width: int, draft_tokens: Rows[int] = ()) -> list[Tensor]:
         """As `Drafted.logits`."""
-        return self.block(tokens, guesses)[0][:width]
+        return self.block(tokens, draft_tokens)[0][:width]
 
     @torch.no_grad()
-    def block(self, tokens: list[int], guesses: Rows[int] = ()) -> tuple[list[Tensor], list[float]]:
+    def block(self, tokens: list[int], draft_tokens: Rows[int] = ()) -> tuple[list[Tensor], list[float]]:
         """Logits of each guess behind a text, and how likely it is."""
         x, last = self._layers(tokens), STAGES - 1
         shares = self._made(f"mtp.{last}.hc_head_", x)[0].sigmoid() + self.config.hc_eps
@@ -50,7 +50,7 @@ class BlockDrafted(DrawnChains):
             found.append(base[i] + w[f"mtp.{last}.markov_head.markov_w2.weight"] @ earlier)
             both = torch.cat((x[i], earlier))
             sure.append(float(torch.sigmoid(w[f"mtp.{last}.confidence_head.proj.weight"][0] @ both)))
-            before = guesses[i] if i < len(guesses) else int(found[-1].argmax())
+            before = draft_tokens[i] if i < len(draft_tokens) else int(found[-1].argmax())
         return found, sure
 
     @property

@@ -20,11 +20,11 @@ from recorded_chains import CPU, recording
 from tandem.bench.architectures import CONFIGS
 from tandem.bench.gaps.made_up import write_folder
 from tandem.bench.told.parts import Told, told_parts
-from tandem.bench.told.rows import Request, _config
-from tandem.bench.told.turns import Asked, Guesses, Turns
+from tandem.bench.told.rows import ScriptedFlags, _config
+from tandem.bench.told.turns import Guesses, ScriptedLoad, TimedTurns
 from tandem.engine.engine import Engine
 from tandem.engine.sampling.logits import DeviceLogits, HostRows, best_of
-from tandem.engine.step.step import StepOutput
+from tandem.engine.step.step import Running, StepOutput
 
 SMALL = {
     "hidden_size": 256, "num_attention_heads": 2, "head_dim": 64, "q_lora_rank": 64, "qk_rope_head_dim": 16,
@@ -36,7 +36,7 @@ Ends = dict[str, list[tuple[float, float]]]
 
 
 def told() -> Told:
-    asked = Request(
+    asked = ScriptedFlags(
         "small-v4", ("MXFP4",), (0.0,), (1,), (ACCEPTANCE,), 0.33, GUESSES, False, (), 1, 64, TOKENS, 1, 1, "auto",
         "bf16", 0.0, "NEXTN",
     )  # fmt: skip
@@ -68,30 +68,30 @@ def as_on_gpu(engine: Engine, ends: Ends) -> None:
     )  # fmt: skip
     recording(stand_in, (1,))
     runner, rows = engine._runner, HostRows(CPU)
-    run: Any = runner.run
+    start: Any = runner.start
 
-    def logits(*args: Any) -> StepOutput:
-        output = run(*args)
+    def started(*args: Any) -> Running[StepOutput]:
+        output = start(*args).result()
         made = torch.from_numpy(output.logits._array)
-        return StepOutput(output.step, DeviceLogits(made, best_of(made), rows))
+        return Running(lambda: StepOutput(output.step, DeviceLogits(made, best_of(made), rows)))
 
-    runner.run = logits  # type: ignore[method-assign, assignment]
-    watched(runner, "run", "step", ends)
+    runner.start = started  # type: ignore[method-assign]
+    watched(runner, "start", "step", ends)
     chains = drafter._layer._chain
-    watched(chains, "_replayed", "guesses", ends)
+    watched(chains, "_replayed", "draft_tokens", ends)
     for chain, *_ in chains._recorded:
         watched(chain.inputs, "fill", "filled", ends)
 
 
 def main(tokens: int = TOKENS) -> None:
-    turns: Any = Turns.__new__(Turns)
-    turns._told, turns._asked, ends = told(), Asked(1, 64, tokens), Ends()
+    turns: Any = TimedTurns.__new__(TimedTurns)
+    turns._told, turns._asked, ends = told(), ScriptedLoad(1, 64, tokens), Ends()
     engine = turns._engine(Guesses("NEXTN", ACCEPTANCE, GUESSES, False, 0.0))
     as_on_gpu(engine, ends)
     turns.timed(engine)
-    steps, filled, guesses = (ends[label] for label in ("step", "filled", "guesses"))
+    steps, filled, draft_tokens = (ends[label] for label in ("step", "filled", "draft_tokens"))
     behind = [fill[1] - max(end for _, end in steps if end < fill[1]) for fill in filled[8:]]
-    before = [min(first for first, _ in steps if first > end) - end for _, end in guesses[8:-1]]
+    before = [min(first for first, _ in steps if first > end) - end for _, end in draft_tokens[8:-1]]
     for what, seconds in (("a step's end to the guesses' launch", behind), ("guesses to the next step", before)):
         print(f"{what}: {1e6 * statistics.median(seconds):.0f} us, the least {1e6 * min(seconds):.0f}")
 

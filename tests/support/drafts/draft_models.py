@@ -42,7 +42,7 @@ class Drafted(DrawnChains):
     layer: MtpModel
 
     @torch.no_grad()
-    def logits(self, tokens: list[int], width: int, guesses: Rows[int] = ()) -> list[Tensor]:
+    def logits(self, tokens: list[int], width: int, draft_tokens: Rows[int] = ()) -> list[Tensor]:
         """Of each guess of a chain, [vocab]. guesses: taken for what came; else the likeliest are."""
         ids = torch.tensor([tokens])
         hidden = self.model(ids[:, :-1], output_hidden_states=True).hidden_states[-1]
@@ -57,7 +57,7 @@ class Drafted(DrawnChains):
             found.append(self.model.lm_head(hidden)[0, -1])
             if len(found) == width:
                 return found
-            came = guesses[len(found) - 1] if guesses else int(found[-1].argmax())
+            came = draft_tokens[len(found) - 1] if draft_tokens else int(found[-1].argmax())
             inputs, positions = torch.tensor([[came]]), positions[:, -1:] + 1
 
 
@@ -165,13 +165,13 @@ def chunks_of(engine: Engine, *asks) -> Iterator[tuple[list[int], tuple[int, ...
     """Of every step: what a sequence had, and what was guessed behind it. Runs the engine."""
     for ask in asks:
         engine.add(ask)
-    told, run_model = [], engine._runner.run
+    told, run_model = [], engine._runner.start
 
     def noted(step, *others):
-        told.extend((list(c.sequence.tokens), c.guesses) for c in step.chunks if c.guesses)
+        told.extend((list(c.sequence.tokens), c.draft_tokens) for c in step.chunks if c.draft_tokens)
         return run_model(step, *others)
 
-    engine._runner.run = noted
+    engine._runner.start = noted
     while engine.has_work():
         engine.step()
         yield from told

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Reference(Protocol):
-    def logits(self, tokens: list[int], width: int, guesses: Rows[int] = ()) -> list[Tensor]: ...
+    def logits(self, tokens: list[int], width: int, draft_tokens: Rows[int] = ()) -> list[Tensor]: ...
 
 
 class DrawnChains:

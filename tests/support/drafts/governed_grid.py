@@ -133,19 +133,20 @@ class Decoding:
 
     def _step(self) -> None:
         started = self.now
-        found = self.speculation.guesses(self.texts, 64, lambda sequence, n: True)
-        self._spend(self.shape.step([len(guesses) for guesses in found], self.cell.overlap))
-        turns = [self._turn(text, guesses) for text, guesses in zip(self.texts, found, strict=True)]
+        found = self.speculation.draft_tokens(self.texts, 64, lambda sequence, n: True)
+        self._spend(self.shape.step([len(draft_tokens) for draft_tokens in found], self.cell.overlap))
+        turns = [self._turn(text, draft_tokens) for text, draft_tokens in zip(self.texts, found, strict=True)]
         self.speculation.ran(turns, self.now - started)
 
-    def _turn(self, text: Text, guesses: tuple[int, ...]) -> SimpleNamespace:
+    def _turn(self, text: Text, draft_tokens: tuple[int, ...]) -> SimpleNamespace:
         came: list[int] = []
-        while len(came) <= len(guesses):
+        while len(came) <= len(draft_tokens):
             came.append(int(self._chance.random() < self.cell.acceptance))
             if not came[-1]:
                 break
         text.tokens += came
-        return SimpleNamespace(sequence=text, chunk=Chunk(text, 1 + len(guesses), 1, guesses), tokens=len(came))
+        chunk = Chunk(text, 1 + len(draft_tokens), 1, draft_tokens)
+        return SimpleNamespace(sequence=text, chunk=chunk, tokens=len(came))
 
 
 def best_fixed(cell: Cell) -> float:

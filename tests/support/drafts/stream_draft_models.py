@@ -35,7 +35,7 @@ class StreamDrafted(DrawnChains):
     between: dict[str, Tensor]
 
     @torch.no_grad()
-    def logits(self, tokens: list[int], width: int, guesses: Rows[int] = ()) -> list[Tensor]:
+    def logits(self, tokens: list[int], width: int, draft_tokens: Rows[int] = ()) -> list[Tensor]:
         """Of each guess of a chain, [vocab]. guesses: taken for what came; else the likeliest are."""
         streams, ids, found = self._streams(tokens[:-1]), list(tokens[1:]), list[Tensor]()
         while True:
@@ -43,7 +43,7 @@ class StreamDrafted(DrawnChains):
             found.append(self._scores(after[:, -1:]))
             if len(found) == width:
                 return found
-            ids.append(guesses[len(found) - 1] if guesses else int(found[-1].argmax()))
+            ids.append(draft_tokens[len(found) - 1] if draft_tokens else int(found[-1].argmax()))
             streams = torch.cat((streams, after[:, -1:]), 1)
 
     def _streams(self, tokens: list[int]) -> Tensor:

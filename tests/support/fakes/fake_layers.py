@@ -11,7 +11,7 @@ from torch import Tensor
 import kernel_cases as cases
 from fake_copies import FakeCopies, FakeSlots, FakeTables, at_once
 from tandem.experts.live.exchange import LiveExchange, LiveLayer
-from tandem.experts.live.policy import Exchange
+from tandem.experts.live.virtual import Exchange
 from tandem.kernels.cpu import WorkerPool, Workspace
 from tandem.kernels.packed.experts import PackedExperts
 

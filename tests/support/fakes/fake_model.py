@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from tandem.engine.engine import Engine
-from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenOutput
+from tandem.engine.protocol import GenerateRequest, SamplingSettings, TokenOutput
 from tandem.engine.sequence import Status
 from tandem.engine.speculation.draft import Drafter
 from tandem.engine.speculation.foretold import Foretold
@@ -135,7 +135,7 @@ def check_pages(engine: Engine) -> None:
 
 def request(name: str, prompt: list[int], **sampling) -> GenerateRequest:
     sampling = {"temperature": 0.0, "max_tokens": 8} | sampling
-    return GenerateRequest(id=name, prompt_ids=prompt, sampling=SamplingParams(**sampling))
+    return GenerateRequest(id=name, prompt_ids=prompt, sampling=SamplingSettings(**sampling))
 
 
 def run(

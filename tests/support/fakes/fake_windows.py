@@ -69,7 +69,7 @@ def windowed_engine(*, drafter: Drafter | None = None, windows: int | None = Non
     plan, config = fake_plan(**changes), windowed_config()
     if drafter is not None:
         plan = replace(plan, speculation=SpeculationPlan("made up", 4, False))
-    layout = config.state_layout(plan.dtype, plan.page_size, plan.guesses)
+    layout = config.state_layout(plan.dtype, plan.page_size, plan.draft_tokens)
     count = windows or layout.window_pages(plan.max_running_requests, plan.max_step_tokens)
     plan = replace(plan, num_window_pages=min(count, plan.num_pages))
     return Engine.from_parts(EngineParts(plan, config, WindowModel(), FakeTokenizer(), drafter=drafter))

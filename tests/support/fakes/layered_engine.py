@@ -22,9 +22,9 @@ class LayeredRunner(CpuRunner):
 
     ran: list[tuple[int, int]]
 
-    def run(self, step: Step, host_work: Any = None) -> StepOutput:
+    def _output(self, step: Step) -> StepOutput:
         if not step.shrinks:
-            output = super().run(step)
+            output = super()._output(step)
         else:
             batch, model, shrinking = (
                 self._arrays.fill(step.chunks),

@@ -14,7 +14,7 @@ from pausing_model import PausingFake
 from tandem.engine import gpu_runner
 from tandem.engine.engine import Engine
 from tandem.engine.graphs.decode_graphs import DecodeCapture, DecodeGraph
-from tandem.engine.graphs.prefill_graphs import Piece, PromptGraphs
+from tandem.engine.graphs.prefill_graphs import GraphPiece, PromptGraphs
 from tandem.engine.sampling.logits import best_of
 from tandem.engine.speculation.draft import Drafter
 from tandem.engine.start import parts
@@ -85,23 +85,26 @@ class NotedStreams:
 
     calls: list[str]
 
-    def __init__(self, device: torch.device, apart: bool, spared: int = 0) -> None:
-        self.steps, self.spared = object() if apart else None, spared
+    def __init__(self, device: torch.device, apart: bool, reserved_sms: int = 0) -> None:
+        self.steps, self.reserved_sms = object() if apart else None, reserved_sms
 
     def enter(self) -> None:
         self.calls.append("enter")
 
     @contextmanager
-    def side_stream(self, after: bool = True, spares: bool = False) -> Iterator[None]:
-        self.calls.append(f"aside{' after' if after else ''}{' sparing' if spares and self.spared else ''}")
+    def side_stream(self, after: bool = True, reserve_sms: bool = False) -> Iterator[None]:
+        self.calls.append(f"aside{' after' if after else ''}{' sparing' if reserve_sms and self.reserved_sms else ''}")
         yield
         self.calls.append("back")
 
-    def cut(self, spares: bool) -> Any:
+    def cut(self, reserve_sms: bool) -> Any:
         return nullcontext()
 
     def finish(self) -> None:
         self.calls.append("streams end")
+
+    def join(self) -> None:
+        self.calls.append("join")
 
 
 class NotedHandoff(Handoff):
@@ -164,7 +167,7 @@ def without_gpu(patch: pytest.MonkeyPatch, calls: list[str]) -> None:
         graph.graph.replay = replay  # type: ignore[method-assign]
         return graph
 
-    def replaying_piece(self: PromptGraphs, work: LayerPieces, index: int) -> Piece:
+    def replaying_piece(self: PromptGraphs, work: LayerPieces, index: int) -> GraphPiece:
         of_prompts(self, work, index)
         last = index == work.count - 1
         logits = work.result()[0] if last else torch.empty(0)
@@ -175,7 +178,7 @@ def without_gpu(patch: pytest.MonkeyPatch, calls: list[str]) -> None:
             if last:
                 logits.copy_(work.result()[0])
 
-        return Piece([give])
+        return GraphPiece([give])
 
     patch.setattr(DecodeCapture, "captured", replaying)
     patch.setattr(PromptGraphs, "_captured", replaying_piece)
@@ -190,7 +193,7 @@ def without_gpu(patch: pytest.MonkeyPatch, calls: list[str]) -> None:
 
 def replayed_engine(
     patch: pytest.MonkeyPatch, *, alone: bool = True, shares: bool = False, sizes: tuple[int, ...] = (1, 2, 4),
-    prompts: tuple[int, ...] = (16,), ring: int = 0, shared_tokens: int = 0, spared: int = 0,
+    prompts: tuple[int, ...] = (16,), ring: int = 0, shared_tokens: int = 0, reserved_sms: int = 0,
     plain: tuple[int, ...] = (), drafter: Drafter | None = None, leader: Any = None, group: Any = None, **plan: Any,
 ) -> tuple[Engine, list[str]]:  # fmt: skip
     """An engine, and what its runner does, in order. alone, shares: as `NotedStart`; ring: whether experts travel.
@@ -199,7 +202,7 @@ def replayed_engine(
     without_gpu(patch, calls)
     gpu = GpuPlan(
         "none", 0, "uniform", None, sizes, 1.0, prompt_sizes=prompts, ring_bytes=ring, shared_tokens=shared_tokens,
-        spared=spared, settled_sizes=plain,
+        reserved_sms=reserved_sms, settled_sizes=plain,
     )  # fmt: skip
     made = fake_plan(gpu=gpu, **{"max_step_tokens": 64} | plan)
     own = EngineParts(

@@ -116,7 +116,9 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         return dict(response.json()["error"])
     *_, last, done = [part for part in response.text.split("\n\n") if part]
     assert done == "data: [DONE]", response.text[-500:]
-    return dict(json.loads(last.removeprefix("data: "))["error"])
+    event = json.loads(last.removeprefix("data: "))
+    assert "error" in event, response.text[-1500:]
+    return dict(event["error"])
 
 
 @contextlib.contextmanager

@@ -96,15 +96,15 @@ def load(config: EngineConfig) -> LoadedEngine:
 
 def _obey(engine: Engine) -> None:
     runner: Any = engine._runner
-    run = runner.run
+    start = runner.start
 
     def obeying(step: Step, *others: Any) -> Any:
         for chunk in step.chunks:
             if (asked := _asked(chunk)) is not None:
                 asked(engine)
-        return run(step, *others)
+        return start(step, *others)
 
-    runner.run = obeying
+    runner.start = obeying
 
 
 def _asked(chunk: Chunk) -> Callable[[Engine], None] | None:

@@ -254,12 +254,12 @@ def start(model: Path) -> None:
     from tandem import models
     from tandem.checkpoint import load_model_config, open_checkpoint, resolve_model
     from tandem.engine.start.sampling_defaults import read_sampling_defaults
-    from tandem.engine.text.tokenizer import Tokenizer
     from tandem.flags.engine_config import EngineConfig
     from tandem.kernels.reference import TorchOps
     from tandem.machine.machine import Machine
     from tandem.models.trial import check_headers
     from tandem.planner.resolve import resolve
+    from tandem.text.tokenizer import Tokenizer
 
     path = resolve_model(model)
     config, machine = load_model_config(path), Machine.detect()

@@ -13,7 +13,7 @@ from torch import Tensor
 from sessions import Session
 from tandem.kernels.ops import Ops
 from tandem.kernels.ranks.group import Group
-from tandem.spec.shard import Shard
+from tandem.spec.shard import RankShard
 
 T = TypeVar("T")
 
@@ -75,6 +75,6 @@ def with_ranks(
     def of_rank(rank: int) -> T:
         own = ops()
         own.group = RankThread(threads, rank)
-        return of_session(Session(path, ops=own, shard=Shard(rank, ranks), **how))
+        return of_session(Session(path, ops=own, shard=RankShard(rank, ranks), **how))
 
     return threads.run(of_rank)

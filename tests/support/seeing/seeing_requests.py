@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.engine.protocol import GenerateRequest, SamplingSettings
 from tiny_seeing import IMAGE, Prompt, image, prompt, reference, text
 
 WIDE, TALL, OTHER = image(16, 40), image(32, 8, 1), image(16, 40, 2)  # 10, 4 and 10 tokens
@@ -21,7 +21,7 @@ ANSWER = 12
 def request(name: str, asked: Prompt, **sampling: object) -> GenerateRequest:
     usual = {"temperature": 0.0, "max_tokens": ANSWER, "ignore_eos": True, "logit_bias": {IMAGE: -100.0}}
     return GenerateRequest(
-        id=name, prompt_ids=list(asked.ids), images=asked.images, sampling=SamplingParams(**(usual | sampling))
+        id=name, prompt_ids=list(asked.ids), images=asked.images, sampling=SamplingSettings(**(usual | sampling))
     )
 
 

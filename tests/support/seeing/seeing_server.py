@@ -17,12 +17,12 @@ import msgspec
 from chat_models import chat_tokenizer
 from fake_model import fake_plan
 from tandem.engine.protocol import AbortRequest, GenerateRequest, TokenOutput
-from tandem.engine.text.tokenizer import Tokenizer
 from tandem.flags.engine_config import EngineConfig
 from tandem.server.app import create_app
 from tandem.server.messages import EngineReady, StepOutputs
 from tandem.server.state import ServerState
 from tandem.spec.vision import Processor, Tower
+from tandem.text.tokenizer import Tokenizer
 
 START, PAD, END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
 CONTROLS = ("<|turn|>", "<|done|>", START, PAD, END)
@@ -109,9 +109,10 @@ async def seeing(
     state = ServerState(EngineConfig(model="echo", **flags), lambda path: tokenizer)
     one = tower(tokenizer)
     plan = fake_plan(context_length=context, num_pages=4096, max_running_requests=64, max_step_tokens=512)
+    plan = replace(plan, image_tokens=1024, image_pixel_bytes=1 << 30)
     state.engine_ready(
         EngineReady(
-            plan=replace(plan, image_tokens=1024), model_path="echo", model_type="echo", vocab_size=300,
+            plan=plan, model_path="echo", model_type="echo", vocab_size=300,
             vision=one if sees else None,
         )
     )  # fmt: skip

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sessions import PAGE_SIZE, plan
 from tandem.checkpoint import load_model_config, open_checkpoint
-from tandem.engine.protocol import SamplingParams
+from tandem.engine.protocol import SamplingSettings
 from tandem.engine.sequence import Chunk, Sequence, Status, show
 from tandem.engine.state.arrays import allocate
 from tandem.engine.step.batch import BatchArrays, regions
@@ -66,7 +66,7 @@ class Walk:
         """more: tokens of an answer."""
         ids = list(asked.ids)
         self.sequence = Sequence(
-            "a", 0, ids, SamplingParams(), arrival=0, max_len=self.plan.context_length, page_size=self.page, seed=0
+            "a", 0, ids, SamplingSettings(), arrival=0, max_len=self.plan.context_length, page_size=self.page, seed=0
         )
         show([self.sequence], asked.images, self.config.vision)
         if self.sequence.images is not None:

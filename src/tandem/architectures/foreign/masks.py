@@ -12,23 +12,23 @@ FARTHEST = 1 << 18  # tokens: a larger window counts as none
 QUERIES = (1 << 22, (1 << 22) + 7, (1 << 22) + 1023)
 
 
-class Seen(NamedTuple):
+class MaskReach(NamedTuple):
     """Tokens that a mask lets a token see. window: the last so many, its own included; 0: all. wrong: why neither."""
 
     window: int
     wrong: str = ""
 
 
-def seen_through(visible: Callable[[int, int, Tensor, Tensor], Any]) -> Seen:
+def seen_through(visible: Callable[[int, int, Tensor, Tensor], Any]) -> MaskReach:
     """visible(batch, head, query position, key position) as Transformers' masks have it."""
     try:
         answers = [_distances(visible, query) for query in QUERIES]
     except Exception as error:  # a mask may look at anything
-        return Seen(0, f"a mask that cannot be asked ({type(error).__name__}: {error})")
+        return MaskReach(0, f"a mask that cannot be asked ({type(error).__name__}: {error})")
     windows = {_window(each) for each in answers}
     if len(windows) > 1 or -1 in windows:
-        return Seen(0, "a mask that is neither causal nor a window")
-    return Seen(windows.pop())
+        return MaskReach(0, "a mask that is neither causal nor a window")
+    return MaskReach(windows.pop())
 
 
 def _distances(visible: Callable[[int, int, Tensor, Tensor], Any], query: int) -> Tensor:

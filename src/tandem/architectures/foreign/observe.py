@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.architectures.foreign.hooks import answering
-from tandem.architectures.foreign.masks import Seen, seen_through
+from tandem.architectures.foreign.masks import MaskReach, seen_through
 from tandem.architectures.foreign.skeleton import layer_of
 
 TOKENS = 4
@@ -41,7 +41,7 @@ ASKED_FREELY = frozenset((
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One layer's attention. scale 0: of the key's size; softcap 0: none; window as in `Seen`."""
+    """One layer's attention. scale 0: of the key's size; softcap 0: none; window as in `MaskReach`."""
 
     module: str
     heads: int
@@ -69,7 +69,7 @@ def observe(model: Any) -> Observation:
     watch = _Watch(model)
     with ExitStack() as stack:
         for name, module in model.named_modules():
-            stack.enter_context(_Ran(watch.found.ran, name, module))
+            stack.enter_context(_ObservedRun(watch.found.ran, name, module))
         stack.enter_context(answering(watch))
         try:
             watch.run(model)
@@ -89,7 +89,7 @@ class Unsupported(Exception):
     """Attention that a model calls for, and that ours does not compute."""
 
 
-class _Ran:
+class _ObservedRun:
     """Notes that a module was called."""
 
     def __init__(self, ran: set[str], name: str, module: Any) -> None:
@@ -169,7 +169,7 @@ class _Watch:
 class _Marker:
     """A mask that only says what it would let a token see."""
 
-    def __init__(self, record: Seen) -> None:
+    def __init__(self, record: MaskReach) -> None:
         self.seen = record
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any
 
-from tandem.architectures.family import Gguf, GgufKeys, Part
+from tandem.architectures.family import DerivedTensor, Gguf, GgufKeys
 from tandem.architectures.names import GGUF_DECODER
 from tandem.architectures.qwen2_moe import gguf_experts
 
@@ -49,7 +49,7 @@ def qwen35_config(keys: GgufKeys) -> dict[str, Any]:
     return hybrid_config(keys) | {"model_type": "qwen3_5_moe_text"}
 
 
-def qwen3_next_parts(keys: GgufKeys) -> dict[str, Part]:
+def qwen3_next_parts(keys: GgufKeys) -> dict[str, DerivedTensor]:
     """Files from before 2026 have `ssm_in`, which is Hugging Face's matrix; newer ones, only the gates' is."""
     if _has_whole_projections(keys):
         return _plain_parts()
@@ -59,13 +59,13 @@ def qwen3_next_parts(keys: GgufKeys) -> dict[str, Part]:
     b, a = ([start + first + i for start in starts for i in range(group)] for first in (0, group))
     both = "linear_attn.in_proj_ba.weight"
     cut = {
-        "linear_attn.in_proj_b.weight": Part(both, tuple(b)),
-        "linear_attn.in_proj_a.weight": Part(both, tuple(a)),
+        "linear_attn.in_proj_b.weight": DerivedTensor(both, tuple(b)),
+        "linear_attn.in_proj_a.weight": DerivedTensor(both, tuple(a)),
     }
     return _plain_parts() | cut
 
 
-def qwen35_parts(keys: GgufKeys) -> dict[str, Part]:
+def qwen35_parts(keys: GgufKeys) -> dict[str, DerivedTensor]:
     k_heads, group = _heads(keys)
     if group == 1:
         return _plain_parts()
@@ -76,13 +76,14 @@ def qwen35_parts(keys: GgufKeys) -> dict[str, Part]:
     values = tuple(chain.from_iterable(range(head * width, (head + 1) * width) for head in heads))
     channels = (*range(before), *(before + value for value in values))
     turned = {
-        "in_proj_qkv.weight": Part("", channels), "conv1d.weight": Part("", channels),
-        "in_proj_z.weight": Part("", values), "in_proj_b.weight": Part("", heads), "in_proj_a.weight": Part("", heads),
-        "dt_bias": Part("", heads), "A_log": Part("", heads, numbers="log(-x)"),
-        "out_proj.weight": Part("", columns=values),
+        "in_proj_qkv.weight": DerivedTensor("", channels), "conv1d.weight": DerivedTensor("", channels),
+        "in_proj_z.weight": DerivedTensor("", values), "in_proj_b.weight": DerivedTensor("", heads),
+        "in_proj_a.weight": DerivedTensor("", heads),
+        "dt_bias": DerivedTensor("", heads), "A_log": DerivedTensor("", heads, numbers="log(-x)"),
+        "out_proj.weight": DerivedTensor("", columns=values),
     }  # fmt: skip
     return _plain_parts() | {
-        (name := f"linear_attn.{module}"): Part(name, part.rows, part.columns, part.numbers)
+        (name := f"linear_attn.{module}"): DerivedTensor(name, part.rows, part.columns, part.numbers)
         for module, part in turned.items()
     }
 
@@ -93,9 +94,9 @@ def _check_rows(keys: GgufKeys, matrix: str, rows: int) -> None:
         raise keys.refuse("ssm.time_step_rank", f"implies {rows} rows of {matrix}, which has {keys.rows(matrix)}")
 
 
-def _plain_parts() -> dict[str, Part]:
-    norms = {name: Part(name, numbers="x - 1") for name in NORMS}
-    return norms | {"linear_attn.A_log": Part("linear_attn.A_log", numbers="log(-x)")}
+def _plain_parts() -> dict[str, DerivedTensor]:
+    norms = {name: DerivedTensor(name, numbers="x - 1") for name in NORMS}
+    return norms | {"linear_attn.A_log": DerivedTensor("linear_attn.A_log", numbers="log(-x)")}
 
 
 def _has_whole_projections(keys: GgufKeys) -> bool:

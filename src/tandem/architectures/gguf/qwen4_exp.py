@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tandem.architectures.family import Gguf, GgufKeys, Part
+from tandem.architectures.family import DerivedTensor, Gguf, GgufKeys
 from tandem.architectures.gguf.qwen3_next import STEMS as QWEN35_STEMS
 from tandem.architectures.gguf.qwen3_next import hybrid_config, qwen35_parts
 
@@ -56,10 +56,10 @@ def config(keys: GgufKeys) -> dict[str, Any]:
     }
 
 
-def parts(keys: GgufKeys) -> dict[str, Part]:
+def parts(keys: GgufKeys) -> dict[str, DerivedTensor]:
     table = f"model.layers.{_layer(keys)}.{EMBEDDING}ngram_embedding.weight"
-    norms = {name: Part(name, numbers="x - 1") for name in NORMS}
-    return qwen35_parts(keys) | norms | {table: Part("model.ngram_table.weight")}
+    norms = {name: DerivedTensor(name, numbers="x - 1") for name in NORMS}
+    return qwen35_parts(keys) | norms | {table: DerivedTensor("model.ngram_table.weight")}
 
 
 def wholes(keys: GgufKeys) -> dict[str, list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tandem.architectures.family import SIGMOID, Gguf, GgufKeys, Part
+from tandem.architectures.family import SIGMOID, DerivedTensor, Gguf, GgufKeys
 from tandem.architectures.names import GGUF_DECODER
 
 STEMS = GGUF_DECODER | {
@@ -58,8 +58,8 @@ def _kind(keys: GgufKeys, layer: int) -> str:
     return "sparse" if keys.has_tensor(f"blk.{layer}.ffn_gate_inp.weight") else "dense"
 
 
-def parts(_: GgufKeys) -> dict[str, Part]:
-    return {name: Part(name, numbers="x - 1") for name in NORMS}
+def parts(_: GgufKeys) -> dict[str, DerivedTensor]:
+    return {name: DerivedTensor(name, numbers="x - 1") for name in NORMS}
 
 
 STEP35 = Gguf("step35", config, STEMS, parts)

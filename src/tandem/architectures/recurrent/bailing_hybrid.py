@@ -12,7 +12,7 @@ from typing import Any
 
 from tandem.architectures.deepseek import GGUF_STEMS, latent
 from tandem.architectures.deepseek import gguf_config as deepseek_gguf
-from tandem.architectures.family import SIGMOID, Family, Gguf, GgufKeys, Part
+from tandem.architectures.family import SIGMOID, DerivedTensor, Family, Gguf, GgufKeys
 from tandem.architectures.limits import clamped, limits
 from tandem.architectures.names import Names, Renames
 from tandem.architectures.recurrent.granite import taps_of
@@ -159,8 +159,8 @@ def gguf_config(keys: GgufKeys) -> dict[str, Any]:
     }
 
 
-def parts(_: GgufKeys) -> dict[str, Part]:
-    return {"self_attn.A_log": Part("self_attn.A_log", numbers="log(x)")}
+def parts(_: GgufKeys) -> dict[str, DerivedTensor]:
+    return {"self_attn.A_log": DerivedTensor("self_attn.A_log", numbers="log(x)")}
 
 
 STEMS = GGUF_STEMS | KIMI_STEMS | {

@@ -12,7 +12,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from tandem.architectures.family import Family, Gguf, GgufKeys, Part
+from tandem.architectures.family import DerivedTensor, Family, Gguf, GgufKeys
 from tandem.architectures.names import GGUF_DECODER, ExpertNames, Names, Renames
 from tandem.architectures.shared import (
     FULL,
@@ -111,7 +111,7 @@ def check_time_steps(keys: JsonKeys) -> None:
 
 def taps_of(keys: JsonKeys, key: str) -> int:
     taps = keys.optional(key, 4)
-    if not 2 <= taps <= 7:  # csrc/ops/fold.cc has eight, of which a bias is one
+    if not 2 <= taps <= 7:  # csrc/ops/recurrent/fold.cc has eight, of which a bias is one
         raise ConfigError(f"{keys.where}: {key} is {taps}, and must be 2 to 7; try 4")
     return taps
 
@@ -174,8 +174,8 @@ def _gguf_shared(keys: GgufKeys) -> dict[str, Any]:
     }
 
 
-def gguf_parts(_: GgufKeys) -> dict[str, Part]:
-    return {"mamba.A_log": Part("mamba.A_log", numbers="log(-x)")}
+def gguf_parts(_: GgufKeys) -> dict[str, DerivedTensor]:
+    return {"mamba.A_log": DerivedTensor("mamba.A_log", numbers="log(-x)")}
 
 
 SPACE_STEMS = {

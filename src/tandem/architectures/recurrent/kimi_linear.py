@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from tandem.architectures.deepseek import GGUF_STEMS, latent
-from tandem.architectures.family import SIGMOID, Family, Gguf, GgufKeys, Part
+from tandem.architectures.family import SIGMOID, DerivedTensor, Family, Gguf, GgufKeys
 from tandem.architectures.mixtral import NAMES as MIXTRAL
 from tandem.architectures.names import Names, Renames
 from tandem.architectures.recurrent.granite import taps_of
@@ -130,8 +130,8 @@ def gguf_config(keys: GgufKeys) -> dict[str, Any]:
     }
 
 
-def parts(_: GgufKeys) -> dict[str, Part]:
-    return {"self_attn.A_log": Part("self_attn.A_log", numbers="log(-x)")}
+def parts(_: GgufKeys) -> dict[str, DerivedTensor]:
+    return {"self_attn.A_log": DerivedTensor("self_attn.A_log", numbers="log(-x)")}
 
 
 STEMS = GGUF_STEMS | {

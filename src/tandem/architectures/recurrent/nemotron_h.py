@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tandem.architectures.family import SIGMOID, Family, Gguf, GgufKeys, Part
+from tandem.architectures.family import SIGMOID, DerivedTensor, Family, Gguf, GgufKeys
 from tandem.architectures.names import GGUF_DECODER, ExpertNames, Names, Renames
 from tandem.architectures.recurrent.granite import SPACE_STEMS, check_time_steps, taps_of
 from tandem.architectures.shared import assembled, gqa, moe, sigmoid_router
@@ -153,8 +153,8 @@ def _kind(keys: GgufKeys, block: str) -> str:
     return next((kind for stem, kind in stems.items() if keys.has_tensor(f"{block}{stem}.weight")), "mlp")
 
 
-def parts(_: GgufKeys) -> dict[str, Part]:
-    return {"mixer.A_log": Part("mixer.A_log", numbers="log(-x)")}
+def parts(_: GgufKeys) -> dict[str, DerivedTensor]:
+    return {"mixer.A_log": DerivedTensor("mixer.A_log", numbers="log(-x)")}
 
 
 STEMS = {stem: name.replace("self_attn", "mixer").replace("mlp", "mixer") for stem, name in GGUF_DECODER.items()} | {

@@ -1,5 +1,5 @@
-"""Qwen3.8-Flash-Next (Qwen4-exp), its text: Qwen3.5's delta nets with a sigmoid for a gate, attention that chooses
-tokens, residual streams that never mix, and n-grams out of a table that is read by row.
+"""Qwen3.8-Flash-Next (Qwen4-exp), its text: Qwen3.5's delta nets with a sigmoid for a gate, and attention that chooses
+tokens. Residual streams never mix. N-grams come out of a table that is read by row.
 
 Transformers leaves the draft layer out. Here all streams pass one norm together, and the token's projection is added to
 each; no published guesses have been compared, but what is guessed is verified.
@@ -40,7 +40,7 @@ from tandem.spec.json_keys import JsonKeys
 from tandem.spec.layers import Block, Layer, Mixer
 from tandem.spec.model_config import ModelConfig
 from tandem.spec.norm import Norm
-from tandem.spec.stored import Table
+from tandem.spec.stored import RowTable
 
 RECURRENT = "linear_attention"
 CHOOSING = FULL, "indexed_attention", "qwen_sparse_attention"
@@ -133,7 +133,9 @@ def _ngram(keys: JsonKeys, at: int, streams: int, norm: Norm) -> Ngram:
     if keys.size("vocab_size", 248320) > MOST_VOCAB:
         raise ConfigError(f"{keys.where}: vocab_size {keys['vocab_size']} is more than n-grams take, {MOST_VOCAB}")
     taps = positive(keys, "ple_conv_kernel_size", keys.optional("ple_conv_kernel", 4))
-    return Ngram(longest, heads, Table(_rows(keys, at, hashes), width // hashes), taps, streams, hidden, stop[0], norm)
+    return Ngram(
+        longest, heads, RowTable(_rows(keys, at, hashes), width // hashes), taps, streams, hidden, stop[0], norm
+    )
 
 
 def _rows(keys: JsonKeys, at: int, hashes: int) -> int:

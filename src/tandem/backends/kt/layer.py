@@ -36,7 +36,7 @@ WHOLE_PROMPTS, BESIDE = 16384, 1024
 
 
 @dataclass(frozen=True)
-class Wanted:
+class LayerRequest:
     """A layer as SGLang describes it. Sizes are whole: one process computes all ranks' part."""
 
     layer_idx: int
@@ -82,7 +82,7 @@ class KtLayer:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """By keywords, as SGLang does. Raises ConfigError."""
         try:
-            self.wanted = Wanted(*args, **kwargs)
+            self.wanted = LayerRequest(*args, **kwargs)
         except TypeError as error:
             raise ConfigError(f"{WHERE}: this SGLang asks for what is not known here: {error}") from error
         self.wanted.check()
@@ -165,7 +165,7 @@ def _own_mask(mask: Tensor | None) -> Tensor | None:
     return own.copy_(mask)
 
 
-def _model_of(spec: Wanted) -> ModelExperts:
+def _model_of(spec: LayerRequest) -> ModelExperts:
     """One for all layers that are wanted alike."""
     method = METHODS.get(spec.method, spec.method)
     options = {
@@ -187,7 +187,7 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _check_same(spec: Wanted, model: ModelExperts) -> None:
+def _check_same(spec: LayerRequest, model: ModelExperts) -> None:
     moe = model.config.moe
     ours = moe.experts.count, model.config.expert_channels, moe.experts.width
     theirs = spec.num_experts, spec.hidden_size, spec.moe_intermediate_size
@@ -199,7 +199,7 @@ def _check_same(spec: Wanted, model: ModelExperts) -> None:
         )
 
 
-def _log_once(spec: Wanted, model: ModelExperts) -> None:
+def _log_once(spec: LayerRequest, model: ModelExperts) -> None:
     _log.warning("experts: %s", model.text())
     if spec.max_deferred_experts_per_token:
         _log.warning("--kt-max-deferred-experts-per-token changes nothing: no expert is late")

@@ -21,7 +21,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from tandem.backends import Host, LayerExperts, ModelExperts
 from tandem.backends.vllm.wishes import WHERE, engine_config
 from tandem.errors import ConfigError
-from tandem.spec.shard import Shard
+from tandem.spec.shard import RankShard
 
 _log = init_logger("vllm.plugins.tandem")
 
@@ -34,7 +34,7 @@ class Joined:
         self._model: ModelExperts | None = None
         self.numbers = set[int]()
 
-    def load(self, number: int, shard: Shard) -> LayerExperts:
+    def load(self, number: int, shard: RankShard) -> LayerExperts:
         if self._model is None:
             rows = self.config.scheduler_config.max_num_batched_tokens
             own = _device().type == "cpu" and self._cpus != os.sched_getaffinity(os.getppid())  # vLLM has bound it
@@ -104,7 +104,7 @@ class JoinedExperts(FusedMoEMethodBase):
         if self.experts is not None:
             return
         parallel = self.moe.moe_parallel_config
-        self.experts = self._group.load(self._number, Shard(parallel.tp_rank, parallel.tp_size))
+        self.experts = self._group.load(self._number, RankShard(parallel.tp_rank, parallel.tp_size))
         self._check_same(self.experts)
 
     def _check_same(self, experts: LayerExperts) -> None:

@@ -23,7 +23,6 @@ from tandem.engine.engine import Engine
 from tandem.engine.start.loader import Start, for_loading, use_one_torch_thread
 from tandem.engine.start.packed_start import PackedStart
 from tandem.engine.start.parts import EngineParts
-from tandem.engine.text.tokenizer import Tokenizer
 from tandem.experts import CpuExperts, ExpertStore
 from tandem.experts.feed import LayerFeed
 from tandem.flags.engine_config import EngineConfig
@@ -39,6 +38,7 @@ from tandem.planner.resolve import resolve
 from tandem.server.engine_process import LoadedEngine, print_plan, take_cpus, warm_gpu, warm_up
 from tandem.spec.activation import SILU, Activation
 from tandem.spec.model_config import ModelConfig
+from tandem.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from tandem.experts.handoff import Handoff

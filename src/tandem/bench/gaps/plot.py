@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tandem.bench.gaps.readers import Gap, Seen
+from tandem.bench.gaps.readers import Gap, GapFigures
 from tandem.bench.rows import Row
 from tandem.errors import ConfigError
 
@@ -19,7 +19,7 @@ def check_matplotlib() -> None:
         raise ConfigError('--plot needs matplotlib: pip install "tandem-moe[bench]"') from None
 
 
-def draw(path: Path, row: Row, readings: Seen) -> None:
+def draw(path: Path, row: Row, readings: GapFigures) -> None:
     """Left the gaps as they came, right how many are longer."""
     import matplotlib
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import httpx
 
-from tandem.bench.load_client import Answer, LoadClient, LoadError, ask, body_of, some_ids
-from tandem.engine.garbage import loaded_is_kept
+from tandem.bench.load_client import LoadClient, LoadError, SentRequest, ask, body_of, some_ids
+from tandem.process.garbage import loaded_is_kept
 
 POLL_SECONDS = 0.02
 FIRST_PIECES = 8  # of an answer, which are not counted: its own prompt is among them
@@ -23,7 +23,7 @@ OWN_TOKENS = 64  # that a long prompt begins with, and no other: none finds anot
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class GapLoad:
     """prompt_len: tokens of each long prompt; streams: answers that are read meanwhile, each after a prompt of
     input_len tokens and of output_len tokens, then another. Measured until `gaps` of them lay beside prompts, at least
     `prompts` of these came, or `seconds` have passed."""
@@ -50,7 +50,7 @@ class Gap(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class LongPrompt:
     """A long prompt: when it was sent, and when its only token came."""
 
     sent: float
@@ -61,12 +61,12 @@ class Prompt:
 
 
 @dataclass(slots=True)
-class Seen:
+class GapFigures:
     """alone: prompts before anybody read and after; beside: those that came while answers were read."""
 
-    alone: list[Prompt] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
-    beside: list[Prompt] = field(default_factory=list)
+    alone: list[LongPrompt] = field(default_factory=list)
+    answers: list[SentRequest] = field(default_factory=list)
+    beside: list[LongPrompt] = field(default_factory=list)
 
     def gaps(self) -> Iterator[Gap]:
         for answer in self.answers:
@@ -100,23 +100,23 @@ class LongPrompts:
         return self._before + b"[" + own.encode() + self._behind
 
 
-def measure(client: LoadClient, model: str, load: Wanted, report: Callable[[str], None]) -> Seen:
+def measure(client: LoadClient, model: str, load: GapLoad, report: Callable[[str], None]) -> GapFigures:
     """Raises LoadError when a request fails: its gaps would mean nothing."""
     with loaded_is_kept():
-        return asyncio.run(_Reading(client, model, load, report).run())
+        return asyncio.run(_GapRun(client, model, load, report).run())
 
 
-class _Reading:
+class _GapRun:
     """One measurement on its way."""
 
-    def __init__(self, client: LoadClient, model: str, load: Wanted, report: Callable[[str], None]) -> None:
+    def __init__(self, client: LoadClient, model: str, load: GapLoad, report: Callable[[str], None]) -> None:
         self._client, self._model, self._wanted, self._said = client, model, load, report
         self._dice = random.Random(load.seed)
         self._long, self._started = LongPrompts(model, load.prompt_len, self._dice), perf_counter()
-        self._seen = Seen()
+        self._seen = GapFigures()
         self._http: httpx.AsyncClient
 
-    async def run(self) -> Seen:
+    async def run(self) -> GapFigures:
         async with self._client.http() as self._http:
             await self._long_prompt()  # first uses of memory and kernels
             await self._read_alone()
@@ -162,18 +162,18 @@ class _Reading:
             body = body_of(self._model, some_ids(self._dice, load.input_len), load.output_len)
             await self._ask(body, load.input_len, self._seen.answers.append)
 
-    async def _long_prompt(self) -> Prompt:
+    async def _long_prompt(self) -> LongPrompt:
         answer = await self._ask(self._long.next(), self._wanted.prompt_len, lambda _answer: None)
         self._check(answer)
-        return Prompt(answer.sent, answer.ended)
+        return LongPrompt(answer.sent, answer.ended)
 
-    async def _ask(self, body: bytes, prompt_len: int, begun: Callable[[Answer], None]) -> Answer:
-        answer = Answer(perf_counter() - self._started, prompt_len)
+    async def _ask(self, body: bytes, prompt_len: int, begun: Callable[[SentRequest], None]) -> SentRequest:
+        answer = SentRequest(perf_counter() - self._started, prompt_len)
         begun(answer)
         await ask(self._http, body, answer, self._started)
         return answer
 
-    def _check(self, *more: Answer) -> None:
+    def _check(self, *more: SentRequest) -> None:
         for answer in (*self._seen.answers, *more):
             if answer.error is not None:
                 raise LoadError(f"a request failed: {answer.error}")

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from tandem.bench.architectures import named_config
 from tandem.bench.gaps.made_up import PROGRAM, write_folder
-from tandem.bench.gaps.readers import Gap, Prompt, Seen, Wanted, measure
+from tandem.bench.gaps.readers import Gap, GapFigures, GapLoad, LongPrompt, measure
 from tandem.bench.load_client import LoadClient, LoadError
 from tandem.bench.own_server import own_server
 from tandem.bench.rows import Row, machine_name, stamp, write
@@ -27,7 +27,7 @@ from tandem.machine.machine import Machine
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class GapFlags:
     """The flags of a run. url: of a running server. Else `kt serve model flags` is started, or, if `config` says
     so, that architecture with made-up weights and its first `layers` layers."""
 
@@ -35,12 +35,12 @@ class Request:
     url: str | None
     config: str | None
     layers: int | None
-    wanted: Wanted
+    wanted: GapLoad
     api_key: str | None
     flags: tuple[str, ...]
 
 
-def run(request: Request, out: Path | None, plot: Path | None) -> None:
+def run(request: GapFlags, out: Path | None, plot: Path | None) -> None:
     """Prints the row. Raises LoadError, ConfigError."""
     from tandem.bench.gaps.plot import check_matplotlib, draw
 
@@ -62,7 +62,7 @@ def run(request: Request, out: Path | None, plot: Path | None) -> None:
 
 
 @contextmanager
-def _server(request: Request) -> Iterator[str]:
+def _server(request: GapFlags) -> Iterator[str]:
     if request.url is not None:
         yield request.url
     elif request.config is None:
@@ -76,7 +76,7 @@ def _server(request: Request) -> Iterator[str]:
                 yield url
 
 
-def gpu_share(request: Request, url: str) -> float | None:
+def gpu_share(request: GapFlags, url: str) -> float | None:
     """Share, 0 to 1, of the routed experts that are on the GPU; None for a server that we have not started."""
     if request.url is not None:
         return None
@@ -91,7 +91,7 @@ def gpu_share(request: Request, url: str) -> float | None:
     return round(int(gpu["experts"]) / model.routed_experts, 4)
 
 
-def row_of(request: Request, name: str, readings: Seen, share: float | None) -> Row:
+def row_of(request: GapFlags, name: str, readings: GapFigures, share: float | None) -> Row:
     """Gaps in milliseconds; of prompts the median speed counts. Raises LoadError where nothing can be said."""
     idle, loaded = readings.idle_gaps(), readings.gaps_beside()
     if not idle or not loaded:
@@ -115,6 +115,6 @@ def _ms(gaps: list[Gap], percentile: float) -> float:
     return round(1e3 * float(np.percentile([gap.seconds for gap in gaps], percentile)), 2)
 
 
-def _speed(prompts: list[Prompt], tokens: int) -> float:
+def _speed(prompts: list[LongPrompt], tokens: int) -> float:
     seconds = statistics.median(prompt.came - prompt.sent for prompt in prompts)
     return round(tokens / float(seconds), 1)

@@ -22,7 +22,7 @@ ROUTINGS = 16  # different random routings that repeats rotate through
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ExpertShape:
     """Routed experts of one layer: `experts` gated MLPs hidden -> width -> hidden, top_k of them per token."""
 
     name: str
@@ -39,18 +39,18 @@ class Shape:
         """Packed, scales and padding included."""
         return bench_formats.expert_bytes(self.hidden, self.width, fmt)
 
-    def limited_to(self, expert_count: int) -> Shape:
-        return Shape(self.name, self.hidden, self.width, min(self.experts, expert_count), self.top_k)
+    def limited_to(self, expert_count: int) -> ExpertShape:
+        return ExpertShape(self.name, self.hidden, self.width, min(self.experts, expert_count), self.top_k)
 
 
 SHAPES = {
-    "demo": Shape("demo", 576, 192, 32, 8),
-    "q3": Shape("q3", 2048, 768, 128, 8),  # Qwen3-30B-A3B
-    "ds3": Shape("ds3", 7168, 2048, 32, 8),  # DeepSeek-V3, an eighth of its experts
+    "demo": ExpertShape("demo", 576, 192, 32, 8),
+    "q3": ExpertShape("q3", 2048, 768, 128, 8),  # Qwen3-30B-A3B
+    "ds3": ExpertShape("ds3", 7168, 2048, 32, 8),  # DeepSeek-V3, an eighth of its experts
 }
 
 
-def parse_shape(text: str) -> Shape:
+def parse_shape(text: str) -> ExpertShape:
     """A name, or hidden x width x experts x top_k: "2048x768x128x8"."""
     if text in SHAPES:
         return SHAPES[text]
@@ -64,7 +64,7 @@ def parse_shape(text: str) -> Shape:
         raise ConfigError(
             f"--shape {text!r}: sizes must be positive and the last not above the number of experts"
         )
-    return Shape(text, hidden, width, experts, top_k)
+    return ExpertShape(text, hidden, width, experts, top_k)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Result:
 class Workload:
     """Random activations and routings of `tokens` tokens; the same for everything that is compared."""
 
-    shape: Shape
+    shape: ExpertShape
     tokens: int
     x: Tensor = field(init=False)
     ids: list[Tensor] = field(init=False)
@@ -172,7 +172,7 @@ def time_layers(layers: list[Layer], work: Workload, min_seconds: float) -> floa
 
 
 def packed_layers(
-    shape: Shape, fmt: str, tier: str, pool: _core.WorkerPool, count: int, int8_activations: bool = False
+    shape: ExpertShape, fmt: str, tier: str, pool: _core.WorkerPool, count: int, int8_activations: bool = False
 ) -> list[PackedExperts]:
     ops = CpuOps(pool, tier, int8_activations)
     gate, up, down = (bench_formats.as_stored(w, fmt) for w in random_expert(shape))
@@ -186,7 +186,7 @@ def packed_layers(
     return layers
 
 
-def random_expert(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
+def random_expert(shape: ExpertShape) -> tuple[Tensor, Tensor, Tensor]:
     random = torch.Generator().manual_seed(1)
     up_shape, down_shape = (shape.width, shape.hidden), (shape.hidden, shape.width)
     gate, up, down = (torch.randn(s, generator=random) * 0.02 for s in (up_shape, up_shape, down_shape))
@@ -194,14 +194,14 @@ def random_expert(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class TorchExperts:
+class StackedExperts:
     """One layer's experts as stacked bf16 tensors, computed the two ways that PyTorch offers."""
 
     gate_up: Tensor  # [E, 2 * width, hidden]
     down: Tensor  # [E, hidden, width]
 
     @classmethod
-    def random(cls, shape: Shape) -> TorchExperts:
+    def random(cls, shape: ExpertShape) -> StackedExperts:
         gate, up, down = random_expert(shape)
         repeat = (shape.experts, 1, 1)
         return cls(torch.cat((gate, up)).repeat(repeat), down.repeat(repeat))
@@ -226,8 +226,8 @@ class TorchExperts:
         return torch.zeros_like(x).index_add_(0, rows, y * weights.flatten()[order, None].to(y.dtype))
 
 
-def torch_layers(shape: Shape, count: int) -> dict[str, list[Layer]]:
-    layers = [TorchExperts.random(shape) for _ in range(count)]
+def torch_layers(shape: ExpertShape, count: int) -> dict[str, list[Layer]]:
+    layers = [StackedExperts.random(shape) for _ in range(count)]
     ways: dict[str, list[Layer]] = {"torch loop": [layer.loop for layer in layers]}
     if hasattr(F, "grouped_mm"):
         ways["torch grouped_mm"] = [layer.grouped for layer in layers]

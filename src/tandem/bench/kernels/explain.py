@@ -10,7 +10,7 @@ from rich.table import Table
 
 from tandem import _core
 from tandem.bench.formats import empty_layer
-from tandem.bench.kernels.experts import Shape
+from tandem.bench.kernels.experts import ExpertShape
 from tandem.formats.gpu_reading import PACKED_KINDS, refusal, takes_tensor_cores
 from tandem.kernels.packed.experts import PackedExperts
 from tandem.kernels.which import Kernel, Reads, cpu_kernel, gpu_kernel
@@ -20,7 +20,7 @@ COLUMNS = "format", "where", "tokens", "rows of an expert", "kernel", "because"
 NUMBERS = "tokens", "rows of an expert"
 
 
-class Chosen(NamedTuple):
+class ChosenKernel(NamedTuple):
     """tokens: of a step; rows: of an expert, where all are used alike."""
 
     fmt: str
@@ -30,7 +30,7 @@ class Chosen(NamedTuple):
     kernel: Kernel
 
 
-def chosen(shape: Shape, fmt: str, tiers: Iterable[str], tokens: Iterable[int]) -> Iterator[Chosen]:
+def chosen(shape: ExpertShape, fmt: str, tiers: Iterable[str], tokens: Iterable[int]) -> Iterator[ChosenKernel]:
     """On CPU tiers, and on an NVIDIA GPU of compute capability 8.0 or more. Raises ConfigError for sizes that the
     format does not have."""
     layer = empty_layer(shape.hidden, shape.width, fmt)
@@ -39,12 +39,12 @@ def chosen(shape: Shape, fmt: str, tiers: Iterable[str], tokens: Iterable[int]) 
     for tier in tiers:
         workspace = _core.Workspace(_core.WorkerPool([-1]), tier)
         for count, rows in counts:
-            yield Chosen(fmt, tier, count, rows, cpu_kernel(workspace, code, rows))
+            yield ChosenKernel(fmt, tier, count, rows, cpu_kernel(workspace, code, rows))
     for count, rows in counts:
-        yield Chosen(fmt, GPU, count, rows, _gpu_kernel(shape, layer, count))
+        yield ChosenKernel(fmt, GPU, count, rows, _gpu_kernel(shape, layer, count))
 
 
-def _gpu_kernel(shape: Shape, layer: PackedExperts, tokens: int) -> Kernel:
+def _gpu_kernel(shape: ExpertShape, layer: PackedExperts, tokens: int) -> Kernel:
     reads = []
     for codes, _, depth, padded, _, _, scales, scale, group, _ in layer.layout():
         if why := refusal(codes, scale, depth):
@@ -56,7 +56,7 @@ def _gpu_kernel(shape: Shape, layer: PackedExperts, tokens: int) -> Kernel:
     )
 
 
-def table(shape: Shape, rows: Iterable[Chosen]) -> Table:
+def table(shape: ExpertShape, rows: Iterable[ChosenKernel]) -> Table:
     title = f"{shape.name}: {shape.experts} experts, {shape.top_k} of them for each token"
     kernels = Table(box=box.SIMPLE_HEAD, title=title)
     for name in COLUMNS:

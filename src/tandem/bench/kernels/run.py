@@ -30,9 +30,9 @@ from tandem.bench.ceilings import (
     peak_format,
 )
 from tandem.bench.kernels.experts import (
+    ExpertShape,
     Layer,
     Result,
-    Shape,
     Timing,
     Workload,
     packed_layers,
@@ -58,10 +58,10 @@ MEMORY_SHARE = 0.25  # of the available memory that one set of layers may take
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Request:
+class KernelFlags:
     """The flags of a run, checked."""
 
-    shapes: tuple[Shape, ...]
+    shapes: tuple[ExpertShape, ...]
     formats: tuple[str, ...]
     tiers: tuple[str, ...]
     tokens: tuple[int, ...]
@@ -72,7 +72,7 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Asked:
+class TypedFlags:
     """The flags as they are. No tiers: the best of this machine."""
 
     shapes: list[str]
@@ -84,9 +84,9 @@ class Asked:
     seconds: float
     working_set_mib: int | None
 
-    def checked(self, machine: Machine) -> Request:
+    def checked(self, machine: Machine) -> KernelFlags:
         """Raises ConfigError."""
-        request = Request(
+        request = KernelFlags(
             tuple(map(parse_shape, self.shapes)),
             one_of("--format", self.formats, bench_formats.FORMATS),
             one_of("--tier", self.tiers or [machine.tiers[-1]], machine.tiers),
@@ -101,7 +101,7 @@ class Asked:
         return request
 
 
-def run(request: Asked, threads: int | None, out: Path | None, plot: Path | None) -> None:
+def run(request: TypedFlags, threads: int | None, out: Path | None, plot: Path | None) -> None:
     """Checks the flags, measures, prints, and writes what was asked for."""
     machine = this_machine()
     bench = Bench(request.checked(machine), machine, pools_of(machine, threads))
@@ -150,7 +150,7 @@ def one_of(flag: str, values: list[str], known: tuple[str, ...]) -> tuple[str, .
 class Bench:
     """One run: the ceilings, all rows, each in turns with its own ceilings, and the ceilings again."""
 
-    def __init__(self, request: Request, machine: Machine, pools: list[_core.WorkerPool]) -> None:
+    def __init__(self, request: KernelFlags, machine: Machine, pools: list[_core.WorkerPool]) -> None:
         self.request, self.machine, self.pools, self.pool = request, machine, pools, pools[-1]
         self.best_tier = machine.tiers[-1]  # PyTorch may use anything that this machine has
         self.roofs = Roofs()
@@ -206,14 +206,14 @@ class Bench:
                 shape, count = fit(full_shape, "bf16", request.working_set, available)
                 yield f"{shape.name} with PyTorch", self._torch(shape, count)
 
-    def _packed(self, bench: str, shape: Shape, fmt: str, tier: str, count: int) -> Iterator[Timing]:
+    def _packed(self, bench: str, shape: ExpertShape, fmt: str, tier: str, count: int) -> Iterator[Timing]:
         layers = packed_layers(shape, fmt, tier, self.pool, count, int8_activations=bench == A8)
         calls: list[Layer] = [layer.forward for layer in layers]
         reader = DramReader.of(layers, self.pool, self.best_tier)
         for tokens in self.request.tokens:
             yield self._row(bench, Workload(shape, tokens), fmt, tier, calls, reader)
 
-    def _torch(self, shape: Shape, count: int) -> Iterator[Timing]:
+    def _torch(self, shape: ExpertShape, count: int) -> Iterator[Timing]:
         reader = DramReader(self.pool, self.best_tier, self.request.working_set)
         for way, layers in torch_layers(shape, count).items():
             for tokens in self.request.tokens:
@@ -239,7 +239,7 @@ class Bench:
         return Ceilings(reader.gbps(seconds, min_repeats=2), max(peaks))
 
 
-def fit(shape: Shape, fmt: str, working_set: int, available_memory: int) -> tuple[Shape, int]:
+def fit(shape: ExpertShape, fmt: str, working_set: int, available_memory: int) -> tuple[ExpertShape, int]:
     """The shape with as many experts as fit in memory, and how many layers make up the working set."""
     budget = max(working_set, int(available_memory * MEMORY_SHARE))
     if shape.top_k * shape.expert_bytes(fmt) > available_memory * MEMORY_SHARE:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tandem.bench import hybrid as bench_hybrid
-from tandem.bench.placement.request import MEASURED, Request, Traffic, shape_columns
+from tandem.bench.placement.request import MEASURED, PlacementFlags, Traffic, shape_columns
 from tandem.bench.placement.trace_usage import TraceUsage
 from tandem.bench.placement.turns import (
     TURN_TOKENS,
@@ -26,17 +26,18 @@ from tandem.bench.placement.turns import (
     moving_columns,
     rows_in_turn,
 )
-from tandem.bench.step_bound import Ceilings, Turn
-from tandem.engine.start.gpu_side import GpuSide, live_experts, registered
+from tandem.bench.step_bound import StepCeilings, TimedTokens
+from tandem.engine.start.gpu_side import GpuSide, live_experts
 from tandem.engine.start.loader import use_one_torch_thread
+from tandem.experts.live.copies import CudaCopies
 from tandem.experts.live.live_experts import LiveExperts
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.planner.plan import Plan
 
 
-def measured_rows(request: Request, traffic: Traffic) -> Iterator[dict[str, Any]]:
+def measured_rows(request: PlacementFlags, traffic: Traffic) -> Iterator[dict[str, Any]]:
     use_one_torch_thread()
-    ceilings = Ceilings(_gpu_step_seconds(request), bench_hybrid.gpu_copy_gbps())
+    ceilings = StepCeilings(_gpu_step_seconds(request), bench_hybrid.gpu_copy_gbps())
     with tempfile.TemporaryDirectory() as folder:
         counts = Path(folder) / "counts.pt"
         torch.save(traffic.counts, counts)
@@ -48,7 +49,7 @@ def measured_rows(request: Request, traffic: Traffic) -> Iterator[dict[str, Any]
                 gc.collect()
 
 
-def _gpu_step_seconds(request: Request) -> float:
+def _gpu_step_seconds(request: PlacementFlags) -> float:
     """Seconds of a step without routed experts, the median."""
     shape = model_shape(request, 0.0)
     empty = bench_hybrid.build(shape, request.fmt, 0.0, empty=True)
@@ -58,16 +59,18 @@ def _gpu_step_seconds(request: Request) -> float:
 
 
 def _row(
-    request: Request, ceilings: Ceilings, trace: Tensor, counts: str, strategy: str, share: float
+    request: PlacementFlags, ceilings: StepCeilings, trace: Tensor, counts: str, strategy: str, share: float
 ) -> dict[str, Any]:
     layers, k = trace.shape[1], trace.shape[2]
     chosen = torch.zeros(layers, 1, k, dtype=torch.int32, device="cuda")
     usages: list[TraceUsage] = []
     moving: list[LiveExperts | None] = []
 
-    def follow(plan: Plan, side: GpuSide, usage: ExpertUsage) -> LiveExperts | None:
+    def follow(
+        plan: Plan, side: GpuSide, usage: ExpertUsage, copies: CudaCopies | None
+    ) -> LiveExperts | None:
         usages.append(TraceUsage(usage, trace, side.placement.gpu_experts))
-        moving.append(live_experts(plan, side, usages[0], registered(plan, side)))
+        moving.append(live_experts(plan, side, usages[0], copies))
         return moving[0]
 
     built = bench_hybrid.build(
@@ -97,8 +100,8 @@ def _flags(strategy: str, counts: str) -> dict[str, Any]:
 
 
 def _turns(
-    built: bench_hybrid.Built, request: Request, chosen: Tensor, trace: Tensor, usage: TraceUsage
-) -> list[Turn]:
+    built: bench_hybrid.Built, request: PlacementFlags, chosen: Tensor, trace: Tensor, usage: TraceUsage
+) -> list[TimedTokens]:
     """The whole trace, some tokens at a time, and between them what memory gives: rows are measured minutes apart, and
     on a shared host it moves. Experts move from the trace's first token on, not before."""
     step = bench_hybrid.decoder(built, 1, request.context)
@@ -106,7 +109,7 @@ def _turns(
     routed = trace.to("cuda", torch.int32)[:, :, None]
     for _ in range(WARM_TOKENS):
         step()
-    turns: list[Turn] = []
+    turns: list[TimedTokens] = []
     for tokens in routed.split(TURN_TOKENS):
         hits, started = usage.hits, perf_counter()
         for token in tokens:
@@ -116,5 +119,5 @@ def _turns(
         seconds = perf_counter() - started
         usage.count()
         gbps = reader.mean_gbps(bench_hybrid.READ_SECONDS)
-        turns.append(Turn(len(tokens), tokens.numel(), usage.hits - hits, seconds, gbps))
+        turns.append(TimedTokens(len(tokens), tokens.numel(), usage.hits - hits, seconds, gbps))
     return turns

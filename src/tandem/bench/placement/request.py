@@ -1,4 +1,4 @@
-"""`Request`, the flags of `kt bench experts`, and `Traffic`, which it decodes."""
+"""`PlacementFlags`, the flags of `kt bench experts`, and `Traffic`, which it decodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIMULATED, MEASURED = "experts_simulated", "experts"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Request:
+class PlacementFlags:
     """The flags of a run; shares 0 to 1; rates in GB/s, for the cost model only."""
 
     config: str
@@ -66,7 +66,7 @@ def numbers(text: str) -> tuple[float, ...]:
         raise ConfigError(f"--shares {text!r} are percentages from 0 to 100, like 0,10,50") from error
 
 
-def traffic(request: Request, config: ModelConfig) -> Traffic:
+def traffic(request: PlacementFlags, config: ModelConfig) -> Traffic:
     """Generated: other requests to the same model came before. Recorded: its first half came before the second."""
     router = config.moe.router
     shape = TraceShape(request.tokens, len(config.moe_layers), router.num_experts, router.top_k)
@@ -79,7 +79,7 @@ def traffic(request: Request, config: ModelConfig) -> Traffic:
     return Traffic(trace, expert_counts(before, router.num_experts))
 
 
-def shape_columns(request: Request, bench: str, strategy: str, share: float) -> dict[str, Any]:
+def shape_columns(request: PlacementFlags, bench: str, strategy: str, share: float) -> dict[str, Any]:
     return {
         "bench": bench, "config": request.config, "layers": request.layers, "format": request.fmt,
         "routing": request.routing, "tokens": request.tokens, "seed": request.seed,

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from tandem.bench.architectures import named_config
 from tandem.bench.placement.plot import check_matplotlib, draw
-from tandem.bench.placement.request import SIMULATED, Request, shape_columns, traffic
+from tandem.bench.placement.request import SIMULATED, PlacementFlags, shape_columns, traffic
 from tandem.bench.placement.simulation import simulate_live, simulate_static
 from tandem.bench.placement.traces import ROUTINGS
 from tandem.bench.rows import say, stamp, write
@@ -33,7 +33,7 @@ LAYER_SECONDS = (
 )
 
 
-def run(request: Request, simulate: bool, out: Path | None, plot: Path | None) -> None:
+def run(request: PlacementFlags, simulate: bool, out: Path | None, plot: Path | None) -> None:
     request.check()
     if plot is not None:
         check_matplotlib()
@@ -55,13 +55,13 @@ def run(request: Request, simulate: bool, out: Path | None, plot: Path | None) -
         console.print(f"Drawn to {plot}")
 
 
-def _measured_rows(request: Request) -> Iterator[dict[str, Any]]:
+def _measured_rows(request: PlacementFlags) -> Iterator[dict[str, Any]]:
     from tandem.bench.placement.gpu_rows import measured_rows  # Triton is there only where a GPU is
 
     return measured_rows(request, traffic(request, named_config(request.config, request.layers)))
 
 
-def simulated_rows(request: Request) -> Iterator[dict[str, Any]]:
+def simulated_rows(request: PlacementFlags) -> Iterator[dict[str, Any]]:
     config = named_config(request.config, request.layers)
     workload, cost = traffic(request, config), step_cost(request, config)
     layers, experts = len(config.moe_layers), config.moe.router.num_experts
@@ -80,7 +80,7 @@ def simulated_rows(request: Request) -> Iterator[dict[str, Any]]:
             }  # fmt: skip
 
 
-def step_cost(request: Request, config: ModelConfig) -> StepCost:
+def step_cost(request: PlacementFlags, config: ModelConfig) -> StepCost:
     dense = (
         2 * config.dense_params / (2 * request.hbm_gbps * 1e9)
     )  # large matrices run at twice the experts' rate
@@ -91,7 +91,7 @@ def step_cost(request: Request, config: ModelConfig) -> StepCost:
     )  # fmt: skip
 
 
-def _where(request: Request, machine: Machine, simulated: bool) -> dict[str, Any]:
+def _where(request: PlacementFlags, machine: Machine, simulated: bool) -> dict[str, Any]:
     gpu = "none used (simulation)" if simulated else machine.gpus[0].name
     machine_text = f"{gpu}; {machine.cpu_model}, {request.threads or machine.max_threads} threads"
     law = ROUTINGS.get(request.routing)

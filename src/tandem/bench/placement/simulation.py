@@ -9,14 +9,15 @@ from torch import Tensor
 
 from tandem.bench.placement.traces import expert_counts
 from tandem.experts.live.cost import StepCost
-from tandem.experts.live.policy import Exchange, LivePolicy, PolicySettings
+from tandem.experts.live.policy import LivePolicy, PolicySettings
+from tandem.experts.live.virtual import Exchange
 from tandem.experts.placement import ExpertPlacement
 from tandem.experts.residency import Residency, Tier
 
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """hit: share of routed tokens that the GPU served; exchanges in all; rests: how often moving was paused."""
+    """hit: share of routed tokens that the GPU served; exchanges in all; rests: how often all went home."""
 
     hit: float
     tok_s: float
@@ -37,13 +38,14 @@ def simulate_live(
     layers, experts = placement.gpu_experts.shape
     slot_of = torch.stack([placement.slots(layer) for layer in range(layers)])
     policy = LivePolicy(Residency(slot_of), cost.expert_bytes, cost.reads_per_exchange, settings)
-    hits, moved = [], torch.zeros(len(trace))
+    hits, moved, reads = [], torch.zeros(len(trace)), torch.zeros(layers, experts, dtype=torch.int64)
     under_way: list[Exchange] = []
     first = 0
     while first < len(trace):
         part = trace[first : first + policy.interval_steps]
         hits.append(_hits(part, torch.from_numpy(policy.residency.on(Tier.GPU))))
-        policy.observe(expert_counts(part, experts).numpy(), len(part), len(part))
+        reads = reads + expert_counts(part, experts)
+        policy.observe(reads.numpy(), len(part))
         if under_way:
             policy.done(*under_way)
         under_way = policy.wanted()

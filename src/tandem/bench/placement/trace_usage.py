@@ -8,22 +8,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.experts.usage.expert_usage import Asked, Changes, Copy, Counted, ExpertUsage
+from tandem.experts.usage.expert_usage import Changes, CopiedCounts, Copy, Counted, ExpertUsage
 
 
 class _AskedOfTrace(NamedTuple):
     counts: Counted
-    real: Asked
+    real: CopiedCounts
 
-    def tokens(self) -> Counted:
-        self.real.tokens()
-        return self.counts
+    def reads(self) -> Counted:
+        self.real.reads()
+        return self.counts  # a step is a token, whose experts of a layer are distinct
 
 
 class TraceUsage:
     """Counts what the trace chose, where `ExpertUsage` counts what the router would have. That is asked and told as
-    well, so that it takes its time. Nothing else is done between steps: counts lie ready, as the GPU has them ready
-    when it serves, and hits are counted afterwards, by where experts were when they were used."""
+    well, so that it takes its time. Nothing else is done between steps: counts lie ready, as the GPU has them when it
+    serves. Hits are counted afterwards, by where experts were when they were used."""
 
     def __init__(self, real: ExpertUsage, trace: Tensor, gpu_experts: Tensor) -> None:
         self._real, self._trace, self._gpu_experts = real, trace, gpu_experts.clone()

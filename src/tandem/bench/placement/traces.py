@@ -53,7 +53,11 @@ UNIFORM = Zipf(exponent=0.0, jump=0.0, drift=0.0)
 """Every expert alike: nothing can be learnt."""
 ADVERSARIAL = replace(Zipf(), jump=1.0, drift=0.0, request_tokens=100)
 """The whole popularity shuffled every 100 tokens: what was learnt is soon worthless."""
-ROUTINGS = {"zipf": Zipf(), "uniform": UNIFORM, "adversarial": ADVERSARIAL}
+MILD = Zipf(exponent=0.7)
+"""Less skewed, and it drifts as much."""
+STEADY = replace(MILD, jump=0.2, drift=0.05)
+"""As skewed as that, and what was learnt stays true for long."""
+ROUTINGS = {"zipf": Zipf(), "mild": MILD, "steady": STEADY, "uniform": UNIFORM, "adversarial": ADVERSARIAL}
 
 DRIFT_STEPS = 10  # tokens between two small shuffles
 

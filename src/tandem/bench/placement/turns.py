@@ -18,11 +18,12 @@ from torch import Tensor
 
 from tandem.bench import hybrid as bench_hybrid
 from tandem.bench.architectures import named_config
-from tandem.bench.placement.request import MEASURED, Request, Traffic, shape_columns
+from tandem.bench.placement.request import MEASURED, PlacementFlags, Traffic, shape_columns
 from tandem.bench.placement.trace_usage import TraceUsage
-from tandem.bench.step_bound import Ceilings, Turn
+from tandem.bench.step_bound import StepCeilings, TimedTokens
 from tandem.bench.stored import expert_bytes
-from tandem.engine.start.gpu_side import GpuSide, live_experts, registered
+from tandem.engine.start.gpu_side import GpuSide, live_experts
+from tandem.experts.live.copies import CudaCopies
 from tandem.experts.live.exchange import LiveLayer
 from tandem.experts.live.live_experts import LiveExperts
 from tandem.experts.placement import ExpertPlacement, place
@@ -52,14 +53,14 @@ def moving_columns(live: LiveExperts | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def model_shape(request: Request, share: float) -> bench_hybrid.Request:
-    return bench_hybrid.Request(
+def model_shape(request: PlacementFlags, share: float) -> bench_hybrid.HybridFlags:
+    return bench_hybrid.HybridFlags(
         request.config, (request.fmt,), (share,), (1,), request.layers, request.context, request.tokens, 1,
         request.threads, request.tier,
     )  # fmt: skip
 
 
-def placements(request: Request, traffic: Traffic, share: float) -> dict[str, ExpertPlacement]:
+def placements(request: PlacementFlags, traffic: Traffic, share: float) -> dict[str, ExpertPlacement]:
     """Placements by strategy, of those that can be measured in turn: every layer has experts on both sides. A hand-off
     that is not needed, as where a whole layer is on the GPU, is not in the graph of a model of its own."""
     layers, experts = traffic.counts.shape
@@ -115,13 +116,26 @@ class Switched:
     def __init__(self, live: LiveExperts) -> None:
         self.live, self.on = live, False
 
+    def moves(self) -> int | None:
+        return self.live.moves()
+
+    @property
+    def settling(self) -> bool:
+        return self.live.settling
+
+    def hold(self) -> None:
+        self.live.hold()
+
+    def release(self) -> None:
+        self.live.release()
+
     def beside_step(self) -> None:
         if self.on:
             self.live.beside_step()
 
-    def after_step(self, tokens: int, over: Callable[[], bool]) -> None:
+    def after_step(self, over: Callable[[], bool]) -> None:
         if self.on:
-            self.live.after_step(tokens, over)
+            self.live.after_step(over)
 
 
 @dataclasses.dataclass(slots=True)
@@ -131,14 +145,14 @@ class Contestant:
     slots: Tensor
     usage: TraceUsage
     live: Switched | None
-    turns: list[Turn] = dataclasses.field(default_factory=list)
+    turns: list[TimedTokens] = dataclasses.field(default_factory=list)
 
 
 class OneModel:
     """`placements` of one share, ready to decode in turn."""
 
     def __init__(
-        self, request: Request, traffic: Traffic, share: float, by_strategy: dict[str, ExpertPlacement]
+        self, request: PlacementFlags, traffic: Traffic, share: float, by_strategy: dict[str, ExpertPlacement]
     ) -> None:
         self._made, self._trace, self._contestants = by_strategy, traffic.trace, dict[str, Contestant]()
         layers, k = traffic.trace.shape[1:]
@@ -151,12 +165,14 @@ class OneModel:
         self._sides = Sides([side for side in sides if side is not None], traffic.counts.shape[1])
         self._step = bench_hybrid.decoder(self.built, 1, request.context)
 
-    def _follow(self, plan: Plan, side: GpuSide, usage: ExpertUsage) -> LiveExperts | None:
+    def _follow(
+        self, plan: Plan, side: GpuSide, usage: ExpertUsage, copies: CudaCopies | None = None
+    ) -> LiveExperts | None:
         for name, placement in self._made.items():
             traced, switched = TraceUsage(usage, self._trace, placement.gpu_experts), None
             if name == "dynamic":
                 placed = dataclasses.replace(side, placement=placement)
-                live = live_experts(plan, placed, traced, registered(plan, placed))
+                live = live_experts(plan, placed, traced, copies)
                 switched = None if live is None else Switched(live)
             slots = torch.stack([placement.slots(layer) for layer in range(len(placement.gpu_experts))])
             self._contestants[name] = Contestant(slots, traced, switched)
@@ -176,7 +192,7 @@ class OneModel:
             for each in order:
                 used, hits, seconds = self._turn(each, tokens)
                 gbps = reader.mean_gbps(bench_hybrid.READ_SECONDS)
-                each.turns.append(Turn(len(tokens), used, hits, seconds, gbps))
+                each.turns.append(TimedTokens(len(tokens), used, hits, seconds, gbps))
             order.reverse()
         return self._contestants
 
@@ -200,7 +216,7 @@ class OneModel:
 
 
 def rows_in_turn(
-    request: Request, ceilings: Ceilings, traffic: Traffic, share: float
+    request: PlacementFlags, ceilings: StepCeilings, traffic: Traffic, share: float
 ) -> dict[str, dict[str, Any]]:
     """By strategy; of none if fewer than two can be measured so, or there is no memory for it."""
     by_strategy = placements(request, traffic, share)
@@ -223,7 +239,7 @@ def rows_in_turn(
     return rows
 
 
-def _room(request: Request, workload: Traffic) -> bool:
+def _room(request: PlacementFlags, workload: Traffic) -> bool:
     """In CPU memory, for every expert."""
     each = expert_bytes(named_config(request.config, request.layers), request.fmt)
     needed, free = each * workload.counts.numel(), DEFAULT_FRACTION * Machine.detect().available_memory

@@ -25,13 +25,13 @@ from tandem.bench.stored import expert_bytes, experts_of, format_name, stored_as
 from tandem.bench.told.governed import governed
 from tandem.bench.told.parts import Told, told_parts
 from tandem.bench.told.plot import draw
-from tandem.bench.told.turns import Asked, Guesses, Timed, Turn, Turns
+from tandem.bench.told.turns import Guesses, ScriptedLoad, Timed, TimedPair, TimedTurns
 from tandem.engine.protocol import SpeculationStats
 from tandem.errors import ConfigError
 from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.free_memory import return_free_memory
 from tandem.machine.machine import Machine
-from tandem.planner.choices.speculation import DRAFT_ALGORITHMS, check_algorithm, default_guesses
+from tandem.planner.choices.speculation import DRAFT_ALGORITHMS, check_algorithm, default_draft_tokens
 from tandem.planner.forecast.bound import experts_seconds
 
 _ALGORITHMS = {"NGRAM": "foretold", "NEXTN": "NEXTN, foretold", "DSPARK": "DSPARK, foretold"}
@@ -40,7 +40,7 @@ ROOM = 64  # tokens of a sequence beside its prompt and its answer
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ScriptedFlags:
     """The flags of a run. fixed: widths that are measured as well; draft_seconds: of each guess."""
 
     config: str
@@ -73,7 +73,7 @@ class Request:
         return max(self.most, *self.fixed) if self.fixed else self.most
 
 
-def request(flags: Mapping[str, Any]) -> Request:
+def request(flags: Mapping[str, Any]) -> ScriptedFlags:
     """Reads a request from the parameters of `kt bench decode`. Raises ConfigError."""
     algorithm = check_algorithm(flags["speculative"])
     algorithm = "NEXTN" if algorithm == "EAGLE" else algorithm
@@ -84,9 +84,9 @@ def request(flags: Mapping[str, Any]) -> Request:
             f"--draft-ms is what a guess takes that no layer draws, and {algorithm}'s layer takes its own time: "
             "leave --draft-ms out, or give --speculative NGRAM"
         )
-    most = flags["num_steps"] or default_guesses(algorithm)
+    most = flags["num_steps"] or default_draft_tokens(algorithm)
     acceptances = flags["acceptance"] or [0.0, 0.5, 0.7, 0.9, 1.0]
-    return Request(
+    return ScriptedFlags(
         flags["config"], tuple(flags["fmt"] or ["BF16"]), tuple(flags["gpu_share"] or [0.0, 0.5, 1.0]),
         tuple(flags["batch"] or [1, 8]), tuple(acceptances), flags["overlap"], most, flags["governor"],
         tuple(flags["fixed"] or ()), flags["layers"], flags["context"], flags["steps"], flags["repeats"],
@@ -95,14 +95,14 @@ def request(flags: Mapping[str, Any]) -> Request:
     )  # fmt: skip
 
 
-class Ceilings(NamedTuple):
+class MemoryRates(NamedTuple):
     """GB/s; hbm: 0 without a GPU."""
 
     dram: float
     hbm: float
 
 
-def run(request: Request, out: Path | None, plot: Path | None = None) -> None:
+def run(request: ScriptedFlags, out: Path | None, plot: Path | None = None) -> None:
     if plot is not None:
         check_matplotlib()
     rows = shown(measure(request), table, out)
@@ -110,7 +110,7 @@ def run(request: Request, out: Path | None, plot: Path | None = None) -> None:
         draw(plot, rows)
 
 
-def measure(request: Request) -> Iterator[dict[str, Any]]:
+def measure(request: ScriptedFlags) -> Iterator[dict[str, Any]]:
     hbm = _hbm_gbps()
     for fmt in request.formats:
         for share in request.shares if hbm else (0.0,):
@@ -127,7 +127,7 @@ def _hbm_gbps() -> float:
     return gpu_copy_gbps()
 
 
-def _of_share(request: Request, fmt: str, share: float, hbm: float) -> Iterator[dict[str, Any]]:
+def _of_share(request: ScriptedFlags, fmt: str, share: float, hbm: float) -> Iterator[dict[str, Any]]:
     progress(f"{request.config}, {fmt}, {share:.0%} of the experts on the GPU: weights")
     with TemporaryDirectory(prefix="tandem-bench-") as folder:
         write_folder(Path(folder), request.config, request.layers)
@@ -135,10 +135,10 @@ def _of_share(request: Request, fmt: str, share: float, hbm: float) -> Iterator[
     if scripted.parts.plan.gpu is not None:
         check_rows(request, scripted.parts.plan.gpu.graph_sizes)
     progress("how fast this memory is read")
-    ceilings = Ceilings(_reader(scripted).mean_gbps(READ_SECONDS), hbm)
+    ceilings = MemoryRates(_reader(scripted).mean_gbps(READ_SECONDS), hbm)
     for batch in request.batches:
         progress(f"batch {batch}: first steps without guesses")
-        turns = Turns(scripted, Asked(batch, request.context, request.tokens))
+        turns = TimedTurns(scripted, ScriptedLoad(batch, request.context, request.tokens))
         for most, pays in request.widths:
             for acceptance in request.acceptances:
                 progress(f"batch {batch}, acceptance {acceptance:g}, {'up to' if pays else 'always'} {most} guesses")
@@ -153,7 +153,7 @@ def _of_share(request: Request, fmt: str, share: float, hbm: float) -> Iterator[
                 )
 
 
-def check_rows(request: Request, graph_sizes: Sequence[int]) -> None:
+def check_rows(request: ScriptedFlags, graph_sizes: Sequence[int]) -> None:
     """Raises ConfigError where a step has more rows than the largest graph: what its experts use is not counted."""
     largest = max(graph_sizes, default=0)
     for batch in request.batches:
@@ -174,7 +174,7 @@ def _reader(scripted: Told) -> DramReader:
     return DramReader(parts.workers, parts.plan.tier)
 
 
-def _config(request: Request, model: str, fmt: str, share: float) -> EngineConfig:
+def _config(request: ScriptedFlags, model: str, fmt: str, share: float) -> EngineConfig:
     length = request.context + request.tokens + request.widest + ROOM
     flags: dict[str, Any] = {"device": "cpu"}
     if Machine.detect().gpus:
@@ -193,7 +193,7 @@ Bound = Callable[[Timed, float], float]
 """The least seconds of a step whose sequences have so many rows each."""
 
 
-def _bounds(request: Request, scripted: Told, batch: int, fmt: str, ceilings: Ceilings) -> Bound:
+def _bounds(request: ScriptedFlags, scripted: Told, batch: int, fmt: str, ceilings: MemoryRates) -> Bound:
     """All bytes once: dense weights and experts, each from the memory where they are; both are read together."""
     model = scripted.parts.model_config
     nbytes, layers = expert_bytes(model, fmt), len(model.moe_layers)
@@ -212,7 +212,7 @@ def _bounds(request: Request, scripted: Told, batch: int, fmt: str, ceilings: Ce
 
 
 def _row(
-    request: Request, scripted: Told, fmt: str, share: float, batch: int, guesses: Guesses
+    request: ScriptedFlags, scripted: Told, fmt: str, share: float, batch: int, guesses: Guesses
 ) -> dict[str, Any]:
     model = scripted.parts.model_config
     return {
@@ -224,7 +224,7 @@ def _row(
     }  # fmt: skip
 
 
-def _figures(turns: Sequence[Turn], stats: SpeculationStats, bound: Bound) -> dict[str, Any]:
+def _figures(turns: Sequence[TimedPair], stats: SpeculationStats, bound: Bound) -> dict[str, Any]:
     """share, plain_share: of the least time that reading the bytes once takes; width: guesses of a sequence in a step;
     right: of them."""
     width = stats.guesses / max(1, sum(stats.widths))
@@ -247,7 +247,7 @@ def _figures(turns: Sequence[Turn], stats: SpeculationStats, bound: Bound) -> di
     }  # fmt: skip
 
 
-def _stamp(request: Request) -> dict[str, Any]:
+def _stamp(request: ScriptedFlags) -> dict[str, Any]:
     return stamp(machine_name(Machine.detect(), request.threads))
 
 

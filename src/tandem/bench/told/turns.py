@@ -1,4 +1,4 @@
-"""`Turns`: the same answers with guesses and without, one after the other, on one model."""
+"""`TimedTurns`: the same answers with guesses and without, one after the other, on one model."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import msgspec
 from tandem.bench.told.paid import Paid
 from tandem.bench.told.parts import Told, told_tokens
 from tandem.engine.engine import Engine
-from tandem.engine.protocol import GenerateRequest, SamplingParams, SpeculationStats
+from tandem.engine.protocol import GenerateRequest, SamplingSettings, SpeculationStats
 from tandem.engine.speculation.foretold import Foretold
 from tandem.planner.choices.speculation import DRAFT_ALGORITHMS, SpeculationPlan
 
 
-class Asked(NamedTuple):
+class ScriptedLoad(NamedTuple):
     """batch: sequences, each with a prompt of `context` tokens and an answer of `tokens`."""
 
     batch: int
@@ -43,20 +43,20 @@ class Timed(NamedTuple):
     cpu_experts: float | None
 
 
-class Turn(NamedTuple):
+class TimedPair(NamedTuple):
     """One after the other."""
 
     guessing: Timed
     plain: Timed
 
 
-class Turns:
-    def __init__(self, setup: Told, load: Asked) -> None:
+class TimedTurns:
+    def __init__(self, setup: Told, load: ScriptedLoad) -> None:
         self._told, self._asked = setup, load
         self._plain = self._engine(None)
         self.timed(self._plain)
 
-    def measure(self, guesses: Guesses, repeats: int) -> tuple[list[Turn], SpeculationStats]:
+    def measure(self, guesses: Guesses, repeats: int) -> tuple[list[TimedPair], SpeculationStats]:
         """And what the engine says of them."""
         engine = self._engine(guesses)
         for _ in range(2):
@@ -65,12 +65,12 @@ class Turns:
         for i in range(repeats):
             ways = (engine, self._plain) if i % 2 else (self._plain, engine)
             timings = {way: self.timed(way) for way in ways}
-            turns.append(Turn(timings[engine], timings[self._plain]))
+            turns.append(TimedPair(timings[engine], timings[self._plain]))
         return turns, _since(_stats(engine), before)
 
     def timed(self, engine: Engine) -> Timed:
         batch, context, tokens = self._asked
-        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens)
+        params = SamplingSettings(temperature=0.0, ignore_eos=True, max_tokens=tokens)
         for i in range(batch):
             engine.add(GenerateRequest(id=str(i), prompt_ids=_prompt(i, context), sampling=params))
         counts = [0] * batch

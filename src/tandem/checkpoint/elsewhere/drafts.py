@@ -1,7 +1,7 @@
 """`DraftsElsewhere`: a draft layer out of one directory, everything else out of another
 (`--speculative-draft-model-path`).
 
-The directory has a `config.json` of the model's family, which says how the layer is made, and its tensors, by the names
+The directory has a `config.json` of the model's family, which says how the layer is made. Its tensors have the names
 that they have in a checkpoint with a draft layer. What else it has is never read: it may be a whole other checkpoint.
 The demo model's own one is part of this package.
 """

@@ -30,7 +30,7 @@ _NOT_QUANTISED = ("lm_head", "embed_tokens", ".gate", "shared_expert_gate", "nor
 Roles = frozenset[str]
 
 
-class Index(NamedTuple):
+class TensorIndex(NamedTuple):
     """Names of the tensors and their bytes, known without their files. total_bytes 0: not known."""
 
     names: tuple[str, ...]
@@ -60,16 +60,16 @@ class IndexNames:
         return self.path
 
 
-def read_index(directory: Path) -> Index:
+def read_index(directory: Path) -> TensorIndex:
     """Reads model.safetensors.index.json; empty where there is none. Raises CheckpointError when it cannot be read."""
     file = directory / INDEX
     if not file.is_file():
-        return Index((), 0)
+        return TensorIndex((), 0)
     content = read_json(file)
     weight_map, metadata = content.get("weight_map"), content.get("metadata")
     total = metadata.get("total_size", 0) if isinstance(metadata, dict) else 0
     names = tuple(weight_map) if isinstance(weight_map, dict) else ()
-    return Index(names, int(total) if isinstance(total, int | float) else 0)
+    return TensorIndex(names, int(total) if isinstance(total, int | float) else 0)
 
 
 def formats_from_names(directory: Path, model: ModelConfig) -> StoredFormats:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tandem.checkpoint.parts import CODES, Part, Parts
-from tandem.checkpoint.stored_matrix import Stored, Tensors
+from tandem.checkpoint.parts import CODES, Parts, TensorPart
+from tandem.checkpoint.stored_matrix import StoredMatrix, Tensors
 from tandem.formats.codes import Weight
 from tandem.formats.cut import columns_of, rows_of
 from tandem.spec.shard import ALL
@@ -20,8 +20,9 @@ PER_PLACE = (1, 2, 4, 8, 32)  # codes that lie in one place of a tensor: in a by
 Cut = tuple[slice, ...]
 
 
-def read_part(stored: Stored, parts: Parts, tensors: Tensors, rows: slice = ALL, columns: slice = ALL) -> Weight:
-    """weight[rows, columns] of a matrix that was found in `parts`, its headers; `tensors` as `Stored.read` takes."""
+def read_part(stored: StoredMatrix, parts: Parts, tensors: Tensors, rows: slice = ALL, columns: slice = ALL) -> Weight:
+    """weight[rows, columns] of a matrix that was found in `parts`, its headers; `tensors` as `StoredMatrix.read`
+    takes."""
     if rows == ALL and columns == ALL:
         return stored.read(tensors, stored.shape)
     units = stored.format.block_rows, stored.format.group
@@ -64,7 +65,7 @@ def own_columns(weight: Weight, columns: slice) -> Weight:
     return cut.contiguous() if isinstance(cut, Tensor) else cut
 
 
-def _in_order(stored: Stored, parts: Parts, tensors: Tensors, columns: slice) -> bool:
+def _in_order(stored: StoredMatrix, parts: Parts, tensors: Tensors, columns: slice) -> bool:
     """Whether the inputs of a group lie side by side, where that matters."""
     if "order" not in parts or columns == ALL:
         return True
@@ -72,7 +73,7 @@ def _in_order(stored: Stored, parts: Parts, tensors: Tensors, columns: slice) ->
     return torch.equal(tensors("order")[ALL], torch.arange(depth) // (stored.format.group or depth))
 
 
-def _cuts(stored: Stored, parts: Parts, rows: slice, columns: slice) -> dict[str, Cut] | None:
+def _cuts(stored: StoredMatrix, parts: Parts, rows: slice, columns: slice) -> dict[str, Cut] | None:
     """Cuts of these rows and columns out of each tensor; None where they are no whole places of it."""
     if (rows.step or 1) != 1:
         return None
@@ -88,7 +89,7 @@ def _cuts(stored: Stored, parts: Parts, rows: slice, columns: slice) -> dict[str
     return cuts
 
 
-def _cut(stored: Stored, part: Part, role: str, rows: slice, columns: slice) -> Cut | None:
+def _cut(stored: StoredMatrix, part: TensorPart, role: str, rows: slice, columns: slice) -> Cut | None:
     """The cut out of a tensor whose rows are the matrix's."""
     if role in ("shape", "multiplier", "divisor"):
         return ()
@@ -103,7 +104,7 @@ def _cut(stored: Stored, part: Part, role: str, rows: slice, columns: slice) -> 
     return None if None in cut else tuple(each for each in cut if each is not None)
 
 
-def _units(stored: Stored, role: str, per_place: list[int]) -> list[int]:
+def _units(stored: StoredMatrix, role: str, per_place: list[int]) -> list[int]:
     """How many rows and columns share a place of the tensor; 0: all."""
     if role in CODES:
         return per_place

@@ -1,4 +1,4 @@
-"""`Shard`: one safetensors file, mapped. Knows where each tensor's bytes lie, so that they can be read ahead."""
+"""`MappedShard`: one safetensors file, mapped. Knows where each tensor's bytes lie, so that they can be read ahead."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 }  # fmt: skip
 
 
-class Entry(NamedTuple):
+class TensorHeader(NamedTuple):
     """A tensor as the file's header has it; its bytes are [begin, end) of the file."""
 
     dtype: str
@@ -36,7 +36,7 @@ class Entry(NamedTuple):
     end: int
 
 
-class Shard:
+class MappedShard:
     """Opening reads the header only. Raises CheckpointError naming the file when it is truncated or no safetensors."""
 
     def __init__(self, path: Path) -> None:
@@ -74,7 +74,7 @@ class Shard:
 
 
 def tensor_names(path: Path) -> list[str]:
-    """Names of the tensors in a file. Raises CheckpointError as `Shard` does."""
+    """Names of the tensors in a file. Raises CheckpointError as `MappedShard` does."""
     return list(_entries(path)[0])
 
 
@@ -85,7 +85,7 @@ def _read_only_tensor(mapped: mmap.mmap) -> Tensor:
         return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
-def _entries(path: Path) -> tuple[dict[str, Entry], bytes]:
+def _entries(path: Path) -> tuple[dict[str, TensorHeader], bytes]:
     """The header, after the library has checked it: sizes, order, no gaps, no overlaps, nothing past the end; and its
     digest."""
     try:
@@ -103,7 +103,7 @@ def _entries(path: Path) -> tuple[dict[str, Entry], bytes]:
     start = 8 + length
     header.pop("__metadata__", None)
     entries = {
-        name: Entry(e["dtype"], tuple(e["shape"]), start + e["data_offsets"][0], start + e["data_offsets"][1])
+        name: TensorHeader(e["dtype"], tuple(e["shape"]), start + e["data_offsets"][0], start + e["data_offsets"][1])
         for name, e in header.items()
     }
     return entries, hashlib.sha256(text).digest()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tandem.checkpoint.identity import identity
 from tandem.checkpoint.mapped.pages import Pages
-from tandem.checkpoint.mapped.shard import Entry, Shard
+from tandem.checkpoint.mapped.shard import MappedShard, TensorHeader
 from tandem.checkpoint.parts import is_expert, is_table
 from tandem.errors import CheckpointError
 from tandem.spec.json_keys import read_json
@@ -30,14 +30,14 @@ class Shards:
         if not path.is_dir():
             raise CheckpointError(f"{path} is not a directory: give a model directory, or 'demo'")
         self.path = path
-        self._of: dict[str, Shard] = {}
-        self._add_all([Shard(file) for file in self._files()])
+        self._of: dict[str, MappedShard] = {}
+        self._add_all([MappedShard(file) for file in self._files()])
         self._check_index()
 
     def names(self) -> Iterable[str]:
         return self._of
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> TensorHeader:
         return self._of[name].entries[name]
 
     def file(self, name: str) -> Path:
@@ -48,12 +48,12 @@ class Shards:
         """A view of the mapped file."""
         return self._of[name].get(name)
 
-    def each(self) -> list[Shard]:
+    def each(self) -> list[MappedShard]:
         return list(dict.fromkeys(self._of.values()))
 
     def pages(self, names: Iterable[str]) -> list[Pages]:
         """Where these tensors lie in memory."""
-        by_shard: dict[Shard, list[str]] = defaultdict(list)
+        by_shard: dict[MappedShard, list[str]] = defaultdict(list)
         for name in names:
             by_shard[self._of[name]].append(name)
         return [pages for shard, own in by_shard.items() for pages in shard.pages(own)]
@@ -100,7 +100,7 @@ class Shards:
             raise CheckpointError(f"{self.path / INDEX} has no 'weight_map' of tensor names to files")
         return weight_map
 
-    def _add_all(self, shards: list[Shard]) -> None:
+    def _add_all(self, shards: list[MappedShard]) -> None:
         """Where several shards hold a tensor, the index says which counts. Raises CheckpointError if it does not."""
         weight_map = self._index_map
         for shard in shards:

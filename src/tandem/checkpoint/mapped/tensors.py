@@ -11,7 +11,7 @@ from torch import Tensor
 from tandem.checkpoint.key_names import hugging_face_names
 from tandem.checkpoint.mapped.shard_pages import ShardPages
 from tandem.checkpoint.mapped.shards import Shards
-from tandem.checkpoint.parts import Part, squeezed
+from tandem.checkpoint.parts import TensorPart, squeezed
 from tandem.errors import CheckpointError
 
 INTEGERS = ("I32", "I64")
@@ -59,14 +59,14 @@ class MappedTensors:
         """Rows of a matrix by their numbers; it stays mapped as long as the function is referenced."""
         return partial(self.get(name, shape).index_select, 0)
 
-    def part(self, name: str) -> Part:
+    def part(self, name: str) -> TensorPart:
         """A tensor's header."""
         try:
             return self._parts[name]
         except KeyError:
             raise CheckpointError(f"{self.path} has no tensor {name}") from None
 
-    def mapped(self, part: Part) -> Tensor:
+    def mapped(self, part: TensorPart) -> Tensor:
         return self._shards.get(part.name).view(self._shape(part.name))
 
     def byte_range(self, name: str) -> tuple[int, int]:
@@ -105,9 +105,9 @@ class MappedTensors:
         """`forget` for all that was read; waits until it is done."""
         self._pages.release(experts)
 
-    def _header(self, stored: str) -> Part:
+    def _header(self, stored: str) -> TensorPart:
         entry = self._shards.entry(stored)
-        return Part(stored, self._shards.file(stored), entry.dtype, self._shape(stored))
+        return TensorPart(stored, self._shards.file(stored), entry.dtype, self._shape(stored))
 
     def _shape(self, stored: str) -> tuple[int, ...]:
         """ModelOpt's scales of blocks are [rows, 1, columns, 1], of several experts [experts, rows, 1, columns, 1]."""

@@ -126,7 +126,7 @@ def _bytes_of(rows: Tensor) -> memoryview:
     return memoryview(rows.numpy().data).cast("B") if rows.numel() else memoryview(b"")
 
 
-class Wanted(NamedTuple):
+class RowRead(NamedTuple):
     """A row's bytes, and where they go."""
 
     file: int
@@ -153,11 +153,11 @@ class RowsInPageCache:
         _all(self._threads, self._read, missing)
         return rows
 
-    def _requests(self, numbers: Tensor, whole: memoryview) -> Iterable[Wanted]:
+    def _requests(self, numbers: Tensor, whole: memoryview) -> Iterable[RowRead]:
         for i, (file, begin) in enumerate(self._files.places(numbers)):
-            yield Wanted(file, begin, whole[i * self._row : (i + 1) * self._row])
+            yield RowRead(file, begin, whole[i * self._row : (i + 1) * self._row])
 
-    def _cached(self, row: Wanted) -> bool:
+    def _cached(self, row: RowRead) -> bool:
         """Whether it was in the page cache, and is copied."""
         if not self._at_once:
             return False
@@ -170,7 +170,7 @@ class RowsInPageCache:
                 self._at_once = 0
             return False
 
-    def _read(self, row: Wanted) -> None:
+    def _read(self, row: RowRead) -> None:
         try:
             count = os.preadv(self._files.open[row.file], [row.to], row.begin)
         except OSError as error:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tandem.checkpoint.mapped.shard import TORCH_DTYPES
 from tandem.checkpoint.mapped.tensors import MappedTensors
-from tandem.checkpoint.parts import Part, is_table
+from tandem.checkpoint.parts import TensorPart, is_table
 from tandem.errors import CheckpointError
 from tandem.spec.stored import StoredFormat
 
@@ -25,7 +25,7 @@ Decode = Callable[[Tensor], Tensor]
 """uint8 [n, row bytes] → numbers [n, width], of the stored type, or float32 where a scale belongs to them."""
 
 
-class Piece(NamedTuple):
+class RowRange(NamedTuple):
     """Rows of a table that lie one behind the other in a file, from byte `begin` on."""
 
     path: Path
@@ -38,7 +38,7 @@ class StoredRows:
     """A table as its files have it. name: for messages."""
 
     name: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RowRange, ...]
     row_bytes: int
     decode: Decode
 
@@ -67,7 +67,7 @@ def stored_rows(tensors: MappedTensors, module: str, shape: tuple[int, int]) -> 
         count = sum(part.shape[0] for part in parts)
         raise parts[-1].wrong(f"ends a table of {count} rows, but config.json implies {shape[0]}")
     pieces = tuple(
-        Piece(part.file, tensors.byte_range(name)[0], part.shape[0]) for name, part in zip(names, parts, strict=True)
+        RowRange(part.file, tensors.byte_range(name)[0], part.shape[0]) for name, part in zip(names, parts, strict=True)
     )
     dtype = TORCH_DTYPES[parts[0].dtype]
     return StoredRows(module, pieces, shape[1] * dtype.itemsize, _decode(tensors, module, parts[0], dtype))
@@ -103,7 +103,7 @@ def _shards(tensors: MappedTensors, module: str) -> Iterator[tuple[int, str]]:
             yield int(number[1]), name
 
 
-def _decode(tensors: MappedTensors, module: str, part: Part, dtype: torch.dtype) -> Decode:
+def _decode(tensors: MappedTensors, module: str, part: TensorPart, dtype: torch.dtype) -> Decode:
     if part.dtype != "F8_E4M3":
         return partial(_viewed, dtype=dtype)
     name = f"{module}.weight_scale"

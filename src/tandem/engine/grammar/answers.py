@@ -1,7 +1,7 @@
 """Answers of a job of the compiling process: whole, or nothing.
 
-It lies in memory of its own. One byte carries that memory's descriptor. A job may be ended at any moment: of a stream
-its reader might have a part by then, and would take the words of whoever ended it for the rest.
+It lies in memory of its own. One byte carries that memory's descriptor. A job may be ended at any moment. The reader of
+a stream might have a part by then, and would take other words for the rest.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ import numpy as np
 
 from tandem.engine.grammar.allowance import Allowance, GrammarTooSlow
 from tandem.engine.grammar.compiled import CompiledGrammar
-from tandem.engine.grammar.shared_bits import Room
-from tandem.engine.protocol import SamplingParams
+from tandem.engine.grammar.shared_bits import TokenBits
+from tandem.engine.protocol import SamplingSettings
 from tandem.engine.sampling.masks import TokenMask, allows
 from tandem.errors import EngineError, RequestError
 
@@ -33,7 +33,7 @@ class GrammarMatcher:
         "_may_end", "_room", "_text_bits", "ended", "place",
     )  # fmt: skip
 
-    def __init__(self, compiled: CompiledGrammar, sampling: SamplingParams) -> None:
+    def __init__(self, compiled: CompiledGrammar, sampling: SamplingSettings) -> None:
         """Raises RequestError where the grammar does not match what the prompt has begun; EngineError where no answer
         begins, or where looking for one takes too long."""
         import xgrammar
@@ -45,7 +45,7 @@ class GrammarMatcher:
         self._behind, self._last = vocabulary.shared.behind, b""
         self._may_end = not sampling.ignore_eos
         self._allowance = Allowance()
-        self._room = Room(vocabulary.size)
+        self._room = TokenBits(vocabulary.size)
         self.ended, self.place = False, self._room.tokens
         self._due = True
         self._error: tuple[type[EngineError], str] | None = None
@@ -153,7 +153,7 @@ class GrammarMatcher:
             raise
 
 
-def _end_ids(compiled: CompiledGrammar, sampling: SamplingParams) -> frozenset[int]:
+def _end_ids(compiled: CompiledGrammar, sampling: SamplingSettings) -> frozenset[int]:
     """A control token that the request stops at ends the answer as the model's own end tokens do. One that the grammar
     spells ends it there only."""
     vocabulary = compiled.vocabulary

@@ -10,7 +10,7 @@ import numpy as np
 from tandem.engine.grammar.allowance import AMBIGUOUS, GrammarTooSlow
 from tandem.engine.grammar.compiled import CompiledGrammar
 from tandem.engine.grammar.matcher import GrammarMatcher
-from tandem.engine.protocol import SamplingParams
+from tandem.engine.protocol import SamplingSettings
 from tandem.errors import EngineError, RequestError
 
 WALKS, WALK_TOKENS, TOKENS = 16, 48, 144  # walks that end soon are many
@@ -37,7 +37,7 @@ def probe(compiled: CompiledGrammar) -> None:
 
 def _walk(compiled: CompiledGrammar, chance: _Chance, until: float) -> int:
     """Tokens at random, and how many. The answer does not end where it need not."""
-    matcher = GrammarMatcher(compiled, SamplingParams(ignore_eos=True))
+    matcher = GrammarMatcher(compiled, SamplingSettings(ignore_eos=True))
     text = b""
     for number in range(WALK_TOKENS):
         if matcher.ended or thread_time() > until:

@@ -11,13 +11,13 @@ import threading
 
 import msgspec
 
-from tandem.engine.frames import receive_frame, send_frame
 from tandem.engine.grammar.answers import receive_answer
 from tandem.engine.grammar.jobs import BUSY, DONE, PATIENT, USUAL, WALL_SECONDS
 from tandem.engine.grammar.sources import is_small
 from tandem.engine.grammar.vocabulary import Vocabulary
 from tandem.engine.protocol import Grammar
 from tandem.errors import EngineError, RequestError
+from tandem.process.frames import receive_frame, send_frame
 
 START_SECONDS = 180.0  # importing takes seconds, on a very busy machine more than a minute
 MOST_HURRIED = 4096

@@ -1,4 +1,4 @@
-"""`Room`: a matcher's own bits. `SharedBits`: sets of tokens that all matchers of a vocabulary read.
+"""`TokenBits`: a matcher's own bits. `SharedBits`: sets of tokens that all matchers of a vocabulary read.
 
 Shared memory stays in a core's cache: reading it costs nearly nothing.
 """
@@ -16,7 +16,7 @@ from tandem.engine.sampling.masks import TokenMask, bits_but, bits_of, mask_word
 MOST_SETS = 64  # 19 KB each with 150,000 tokens
 
 
-class Room:
+class TokenBits:
     """A row of xgrammar's. Behind the vocabulary's `size` tokens one more says whether the answer may end."""
 
     def __init__(self, size: int) -> None:

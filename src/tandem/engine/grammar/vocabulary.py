@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from tandem.engine.grammar.shared_bits import SharedBits
-from tandem.engine.text.token_table import TokenTable
+from tandem.text.token_table import TokenTable
 
 
 class Vocabulary(msgspec.Struct, frozen=True, dict=True):

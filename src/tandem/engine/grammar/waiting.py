@@ -11,8 +11,8 @@ from tandem.engine.grammar.vocabulary import Vocabulary
 from tandem.engine.limits import refused_grammar
 from tandem.engine.protocol import Grammar
 from tandem.engine.sequence import Sequence, Status
-from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import RequestError
+from tandem.text.tokenizer import Tokenizer
 
 WAIT_SECONDS = 0.005  # of an engine with nothing else to do; messages wait for that long, too
 
@@ -23,11 +23,11 @@ class GrammarQueue:
     def __init__(self, tokenizer: Tokenizer, vocab: int, end_ids: Collection[int]) -> None:
         """Cheap: the vocabulary is read at the first grammar, by another thread."""
         self._compiler = GrammarCompiler(lambda: Vocabulary.of(tokenizer.token_table(), vocab, end_ids))
-        self._waiting: list[_Entry] = []
+        self.waiting: list[_Entry] = []  # requests, with what compiles their grammars
 
     def __len__(self) -> int:
         """Answers that wait."""
-        return sum(len(sequences) for sequences, _ in self._waiting)
+        return sum(len(sequences) for sequences, _ in self.waiting)
 
     def be_patient(self) -> None:
         """Before the first grammar, where nobody would ask again: a busy machine then takes longer."""
@@ -36,24 +36,24 @@ class GrammarQueue:
     def add(self, sequences: list[Sequence], grammar: Grammar) -> None:
         """The answers of one request. Raises RequestError or BusyError."""
         try:
-            self._waiting.append((sequences, self._compiler.ask(grammar)))
+            self.waiting.append((sequences, self._compiler.ask(grammar)))
         except RequestError as error:
             raise RequestError(refused_grammar(error), "grammar") from error
 
     def ready(self) -> Iterator[tuple[list[Sequence], Exception | None]]:
         """Requests that wait no more, those that were aborted left out: with matchers, or with why there are none."""
-        for entry in [entry for entry in self._waiting if _live(entry[0]) and entry[1].future.done()]:
-            self._waiting.remove(entry)
+        for entry in [entry for entry in self.waiting if _live(entry[0]) and entry[1].future.done()]:
+            self.waiting.remove(entry)
             live = _live(entry[0])
             yield live, self._give_matchers(live, entry[1])
-        for entry in [entry for entry in self._waiting if not _live(entry[0])]:
-            self._waiting.remove(entry)
+        for entry in [entry for entry in self.waiting if not _live(entry[0])]:
+            self.waiting.remove(entry)
             self._compiler.leave(entry[1])
 
     def wait(self) -> None:
         """For a moment, or until a grammar is compiled."""
         concurrent.futures.wait(
-            [one.future for _, one in self._waiting],
+            [one.future for _, one in self.waiting],
             timeout=WAIT_SECONDS,
             return_when=concurrent.futures.FIRST_COMPLETED,
         )

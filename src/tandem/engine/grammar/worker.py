@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from tandem.engine.frames import receive_frame, send_frame
 from tandem.engine.grammar.answers import send_answer
 from tandem.engine.grammar.backend import (
     compiled_by,
@@ -35,6 +34,7 @@ from tandem.engine.grammar.vocabulary import Vocabulary
 from tandem.engine.protocol import Grammar
 from tandem.errors import RequestError
 from tandem.machine.cgroup import read_cgroup_limits
+from tandem.process.frames import receive_frame, send_frame
 
 # On two busy cores: with 0, a compiling grammar doubles other streams' gaps; with 19, it gets a twentieth of a core.
 NICENESS = 10

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,13 +31,23 @@ def nothing_collected() -> Iterator[None]:
         gc.enable()
 
 
+class ReplayedGraph(Protocol):
+    """A CUDA graph, or several that follow each other."""
+
+    def replay(self) -> None: ...
+
+    def pool(self) -> Any:
+        """Its memory, for other graphs."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeGraph:
     """logits: float32 [rows, vocab]. best: of logits, in host memory: the graph's last node copies it. masks: that the
     best of each row is chosen by. posts: hand-offs to the CPU's experts."""
 
     inputs: GraphInputs
-    graph: torch.cuda.CUDAGraph
+    graph: ReplayedGraph
     logits: Tensor
     best: Tensor
     masks: GraphMasks
@@ -54,6 +64,9 @@ class DecodeCapture:
     streams: Streams
     begin_step: BeginStep
     forward: Callable[[ForwardBatch, Tensor], Tensor]
+
+    def inputs(self, size: int) -> GraphInputs:
+        return GraphInputs(size, self.plan, self.device)
 
     def captured(self, inputs: GraphInputs, memory: Any, *, plain: bool = False) -> DecodeGraph:
         """memory: of the graphs before; None: it takes its own. plain: a step without drafts, and after such a step."""

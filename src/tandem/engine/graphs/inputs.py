@@ -23,21 +23,21 @@ class GraphPlan:
     see a window have pages of their own; prompts: rows of chunks that are captured, too; alone: and replayed where
     nobody decodes; splits: rows of such chunks in which the CPU has a part, where that pays; each_row: every row is a
     sequence of its own, so that its bits are those of one that decodes; drafting: a draft layer runs between steps, so
-    no pass does; spared: multiprocessors that passes leave to steps; one_stream: no pass runs beside steps;
+    no pass does; reserved_sms: multiprocessors that passes leave to steps; one_stream: no pass runs beside steps;
     images_from: as of `BatchArrays`; 0: all rows turn by their positions."""
 
     sizes: tuple[int, ...]
     pages: int
     settled: tuple[int, ...] = ()
     warm_ups: int = 2
-    guessing: bool = False
+    speculative: bool = False
     windowed: bool = False
     prompts: tuple[int, ...] = ()
     alone: bool = True
     splits: tuple[int, ...] = ()
     each_row: bool = False
     drafting: bool = False
-    spared: int = 0
+    reserved_sms: int = 0
     one_stream: bool = False
     images_from: int = 0
 
@@ -47,7 +47,7 @@ class GraphPlan:
         return 2 if self.windowed else 1
 
 
-class _Field:
+class _InputField:
     """A batch's numbers of one name, in an image: one for every row, or a row of a table."""
 
     def __init__(self, name: str, image: Tensor) -> None:
@@ -71,8 +71,8 @@ class _Field:
         self._to, self._rest = image[:rows], image[rows:]
 
 
-def _fields(image: ForwardBatch, *names: str) -> list[_Field]:
-    return [_Field(name, getattr(image, name)) for name in names]
+def _fields(image: ForwardBatch, *names: str) -> list[_InputField]:
+    return [_InputField(name, getattr(image, name)) for name in names]
 
 
 _EACH_ROW = ("input_ids", "positions", "seq_lens", "slots", *WINDOW_FIELDS)
@@ -86,7 +86,7 @@ class GraphInputs:
     """
 
     def __init__(self, size: int, plan: GraphPlan, device: torch.device) -> None:
-        self._guessing, self._size = plan.guessing, size
+        self._speculative, self._size = plan.speculative, size
         sizes = BatchSizes(size, size, plan.pages, windowed=plan.windowed)
         turns = ("turns",) if plan.images_from else ()
         self._layout = BatchLayout(sizes, (*_IN_IMAGE, *turns), aligned=INPUT_ALIGNED_BYTES, counted=True)
@@ -99,7 +99,7 @@ class GraphInputs:
         self._rows = _fields(self.image, *_EACH_ROW, *turns)
         self._window_rows = [] if self.image.windows is None else _fields(self.image.windows, *WINDOW_FIELDS)
         self._lens, folded = self.image.seq_lens.numpy(), self.image.folded
-        self._folded = None if folded is None else _Field("folded", folded)
+        self._folded = None if folded is None else _InputField("folded", folded)
         self._count = self._layout.counted(self._host).numpy()
 
     def _views(self, memory: Tensor) -> ForwardBatch:
@@ -108,7 +108,7 @@ class GraphInputs:
             "query_starts": torch.arange(size + 1, dtype=torch.int32, device=device),
             "logits_rows": torch.arange(size, device=device),
         }
-        return self._layout.batch(memory, **others, **({} if self._guessing else {"folded": None}))
+        return self._layout.batch(memory, **others, **({} if self._speculative else {"folded": None}))
 
     def fill(self, source: ForwardBatch) -> None:
         """The image; the last row fills what is left over. In NumPy: PyTorch takes several times as long for so few

@@ -10,7 +10,7 @@ import logging
 from typing import Any
 
 from tandem.engine.graphs.decode_graphs import DecodeCapture, DecodeGraph
-from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
+from tandem.engine.graphs.inputs import GraphPlan
 from tandem.engine.graphs.prefill_graphs import PrefillCapture, PromptGraph, PromptGraphs
 from tandem.models.batch import ForwardBatch
 
@@ -36,7 +36,7 @@ class GraphPool:
         graphs, plain = dict[int, DecodeGraph](), dict[int, DecodeGraph]()
         memory: Any = None
         for size in reversed(plan.sizes):
-            graph = capture.captured(GraphInputs(size, plan, capture.device), memory)
+            graph = capture.captured(capture.inputs(size), memory)
             memory = memory or graph.graph.pool()
             graphs[size] = graph
             if size in plan.settled:
@@ -48,8 +48,8 @@ class GraphPool:
     def capture_prefill(self, plan: GraphPlan, capture: PrefillCapture) -> None:
         """Some kinds have none where that is not possible: the log says why."""
         self._prefill_replays, self._capture = plan.alone, capture
-        self.background = capture.of(plan.prompts, spares=True)
-        own = plan.spared > 0 and plan.alone
+        self.background = capture.of(plan.prompts, reserve_sms=True)
+        own = plan.reserved_sms > 0 and plan.alone
         self.prefill = capture.of(plan.prompts) if own else self.background
         self.shared = capture.of(capture.shared_sizes(plan.splits), sibling=self.prefill)
 

@@ -75,7 +75,7 @@ class ChunkInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class GraphPiece:
     """Replays of graphs, and what the host does between them."""
 
     steps: Rows[HostWork]
@@ -88,7 +88,7 @@ class Piece:
 class PromptGraph:
     """CUDA graphs of a prefill chunk with a fixed number of rows."""
 
-    def __init__(self, inputs: ChunkInputs, pieces: Rows[Piece], result: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, inputs: ChunkInputs, pieces: Rows[GraphPiece], result: tuple[Tensor, Tensor]) -> None:
         """pieces: of a `LayerPieces`, which made `result`."""
         self._inputs, self._pieces, self._result = inputs, pieces, result
 
@@ -102,9 +102,9 @@ class PromptGraph:
 
 
 class Replayed:
-    """`Pieces` of graphs."""
+    """`PrefillPieces` of graphs."""
 
-    def __init__(self, pieces: Rows[Piece], result: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, pieces: Rows[GraphPiece], result: tuple[Tensor, Tensor]) -> None:
         self._pieces, self._result = pieces, result
 
     @property
@@ -159,13 +159,13 @@ class PromptGraphs:
         pieces = [self._captured(work, index) for index in range(work.count)]
         self._graphs[inputs.rows] = PromptGraph(inputs, pieces, work.result())
 
-    def _captured(self, work: LayerPieces, index: int) -> Piece:
+    def _captured(self, work: LayerPieces, index: int) -> GraphPiece:
         assert self._travel is not None
         recorder = Recorder(self._pool)
         with self._travel.recording(recorder), recorder.recording():
             work.give(index)
         self._pool = recorder.pool
-        return Piece(recorder.steps)
+        return GraphPiece(recorder.steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,15 +181,15 @@ class PrefillCapture:
     usage: ExpertUsage | None
     turning: bool = False
 
-    def of(self, sizes: Rows[int], sibling: PromptGraphs | None = None, spares: bool = False) -> PromptGraphs:
+    def of(self, sizes: Rows[int], sibling: PromptGraphs | None = None, reserve_sms: bool = False) -> PromptGraphs:
         """Graphs for chunks of these numbers of rows. None are captured where that is not possible: such chunks are
         given kernel by kernel. sibling: graphs that share their memory and whose layers the GPU computes alone; in
-        those made here the CPU has a part. spares: as `Streams.side_stream`. A graph keeps the multiprocessors that it
+        those made here the CPU has a part. reserve_sms: as `Streams.side_stream`. A graph keeps the multiprocessors it
         was captured with."""
         graphs = PromptGraphs(self.start, sibling)
         try:
             for rows in sorted(sizes, reverse=True):
-                self._capture(graphs, rows, sibling is not None, spares)
+                self._capture(graphs, rows, sibling is not None, reserve_sms)
         except Exception as error:  # too little memory, most of all; prompts are computed without them, too
             graphs, usual = PromptGraphs(None), isinstance(error, NoPromptGraphs)
             _log.log(logging.INFO if usual else logging.WARNING, "prompts are computed kernel by kernel: %s", error)
@@ -203,7 +203,7 @@ class PrefillCapture:
         """Whether that is best for a chunk of so many rows now."""
         return self.start is not None and self.start.splits(rows)
 
-    def _capture(self, graphs: PromptGraphs, rows: int, split: bool, spares: bool) -> None:
+    def _capture(self, graphs: PromptGraphs, rows: int, split: bool, reserve_sms: bool) -> None:
         start = self.start
         if start is None or self.streams.steps is None or not start.replayable(split):
             raise NoPromptGraphs("steps and prompts take turns, or too few experts fit on their way")
@@ -213,7 +213,7 @@ class PrefillCapture:
         try:
             if not start.hold(inputs.image, split):
                 raise NoPromptGraphs("the CPU computes a part of their experts")
-            with self.streams.side_stream(spares=spares), self.streams.cut(spares):
+            with self.streams.side_stream(reserve_sms=reserve_sms), self.streams.cut(reserve_sms):
                 tallies = None if self.usage is None else self.usage.overlap_tallies(0)
                 graphs.capture(inputs, self.model, self.states, tallies)
         finally:

@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from tandem.engine.children import exit_reason
-from tandem.engine.frames import receive_frame, send_frame
 from tandem.engine.images.limits import WORKER_SECONDS
 from tandem.engine.images.question import TOO_LARGE, Ask, Decoded
 from tandem.engine.vision.spans import KEY_BYTES
 from tandem.errors import EngineError, RequestError
+from tandem.process.children import exit_reason
+from tandem.process.frames import receive_frame, send_frame
 from tandem.spec.vision import Processor
 
 _ATTEMPTS = 2  # the process may have died for another reason than this image

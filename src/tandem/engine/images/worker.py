@@ -7,6 +7,7 @@ time even when nobody is there any more to end it.
 
 from __future__ import annotations
 
+import contextlib
 import encodings.ascii
 import encodings.latin_1  # noqa: F401  # text in images
 import io
@@ -14,15 +15,18 @@ import resource
 import signal
 import socket
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 import msgspec
 from PIL import Image
 
-from tandem.engine.frames import receive_frame, send_frame
 from tandem.engine.images.decode import FORMATS, decoded
 from tandem.engine.images.limits import WORKER_BYTES, WORKER_CPU_SECONDS
 from tandem.engine.images.question import Ask
+from tandem.process.frames import receive_frame, send_frame
+
+FIRST_TO_END = 1000  # of oom_score_adj: the largest there is
 
 
 def work(ours: socket.socket) -> NoReturn:
@@ -56,6 +60,12 @@ def _load_decoders() -> None:
         decoded(file.getvalue(), ask)
 
 
+def _end_first() -> None:
+    """Where the system's memory runs out, this process is ended in place of the server or the engine."""
+    with contextlib.suppress(OSError):  # /proc may be read-only
+        Path("/proc/self/oom_score_adj").write_text(str(FIRST_TO_END))
+
+
 def _bound_everything() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (WORKER_BYTES, WORKER_BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
@@ -68,6 +78,7 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=int(sys.argv[1])) as ours:
         _load_decoders()
+        _end_first()
         _bound_everything()
         try:
             work(ours)

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from tandem.engine.engine import Engine
-from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenOutput
+from tandem.engine.protocol import GenerateRequest, SamplingSettings, TokenOutput
 from tandem.engine.vision.spans import ImageSpan
 from tandem.errors import BusyError
 
@@ -19,7 +19,7 @@ class Calls:
         self._left: list[str] = []  # that nobody waits for any more
 
     def begin(
-        self, ids: list[list[int]], params: list[SamplingParams], images: Sequence[tuple[ImageSpan, ...]] = ()
+        self, ids: list[list[int]], params: list[SamplingSettings], images: Sequence[tuple[ImageSpan, ...]] = ()
     ) -> list[str]:
         """Their names, in order. images: of each prompt, if any has some. Raises RequestError; then none of them is
         left."""

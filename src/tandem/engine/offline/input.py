@@ -15,7 +15,7 @@ from tandem.errors import RequestError
 
 class SamplingParams(protocol.SamplingFields, frozen=True, kw_only=True):
     """How tokens are chosen and when to stop: `tandem.SamplingParams`. A field that is None is what the model's
-    generation_config.json recommends, or else `protocol.SamplingParams`' default."""
+    generation_config.json recommends, or else `protocol.SamplingSettings`' default."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -28,7 +28,7 @@ class SamplingParams(protocol.SamplingFields, frozen=True, kw_only=True):
 RECOMMENDED = frozenset(SamplingParams.__struct_fields__) - frozenset(protocol.SamplingFields.__struct_fields__)
 Prompt = str | list[int]
 Message = Mapping[str, Any]
-OneSampling = SamplingParams | protocol.SamplingParams
+OneSampling = SamplingParams | protocol.SamplingSettings
 Sampling = OneSampling | Sequence[OneSampling] | None
 
 
@@ -86,7 +86,7 @@ def _bad_messages(messages: Any) -> RequestError:
 
 def sampling_for_each(
     sampling: Sampling, count: int, defaults: Mapping[str, float]
-) -> list[protocol.SamplingParams]:
+) -> list[protocol.SamplingSettings]:
     """One for every prompt, all of the right types. defaults: of fields that are left out. Raises RequestError."""
     if sampling is None or isinstance(sampling, OneSampling):
         return [_resolved(sampling or SamplingParams(), defaults)] * count
@@ -99,7 +99,7 @@ def sampling_for_each(
     return [_resolved(one, defaults) for one in sampling]
 
 
-def _resolved(params: OneSampling, defaults: Mapping[str, float]) -> protocol.SamplingParams:
+def _resolved(params: OneSampling, defaults: Mapping[str, float]) -> protocol.SamplingSettings:
     """A struct takes values of any type; from here on they are what they are declared as. A stop string may come
     alone, and several in a list."""
     if not isinstance(params, OneSampling):
@@ -111,7 +111,7 @@ def _resolved(params: OneSampling, defaults: Mapping[str, float]) -> protocol.Sa
     if isinstance(fields["stop"], str):
         fields["stop"] = (fields["stop"],)
     try:
-        return msgspec.convert({**defaults, **fields}, protocol.SamplingParams)
+        return msgspec.convert({**defaults, **fields}, protocol.SamplingSettings)
     except msgspec.ValidationError as error:
         raise RequestError(f"SamplingParams: {error}", "sampling") from error
 

@@ -36,7 +36,7 @@ class Follower:
         if step.warms:
             self._warm(chunks, step.streams)
         else:
-            self._runner.run(Step(tuple(chunks)))  # the first rank chooses tokens
+            self._runner.start(Step(tuple(chunks))).result()  # the first rank chooses tokens
         if self._group is not None:
             self._group.check()
 

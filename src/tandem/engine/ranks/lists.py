@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tandem.engine.ranks.messages import Place, Rows, StepList
+from tandem.engine.ranks.messages import Place, SentRows, StepList
 from tandem.engine.sequence import Chunk, Sequence, Status
 from tandem.errors import EngineError
 
 Table = npt.NDArray[np.int32]
 
 
-class _Said(NamedTuple):
+class _SentState(NamedTuple):
     """State of a sequence that the other ranks know."""
 
     number: int
@@ -30,7 +30,7 @@ class StepLists:
     """The first rank's side."""
 
     def __init__(self) -> None:
-        self._said: dict[Sequence, _Said] = {}
+        self._said: dict[Sequence, _SentState] = {}
         self._copies: list[tuple[int, int]] = []
         self._steps = self._sequences = 0
 
@@ -45,18 +45,18 @@ class StepLists:
         copies, self._copies = self._copies, []
         return StepList(self._steps, [self._rows(chunk) for chunk in chunks], ended, copies, **more)
 
-    def _rows(self, chunk: Chunk) -> Rows:
+    def _rows(self, chunk: Chunk) -> SentRows:
         sequence = chunk.sequence
         if sequence not in self._said:
             self._sequences += 1
             none = np.full_like(sequence.page_table, -1)
-            self._said[sequence] = _Said(self._sequences, none, none.copy())
+            self._said[sequence] = _SentState(self._sequences, none, none.copy())
         number, pages, windows = self._said[sequence]
         held = sequence.num_pages
-        return Rows(
+        return SentRows(
             number, sequence.computed_len, chunk.tokens, chunk.logits, sequence.slot, held,
             _changed(pages[:held], sequence.page_table[:held]), _changed(windows[:held], sequence.window_table[:held]),
-            len(chunk.guesses), sequence.folded_len,
+            len(chunk.draft_tokens), sequence.folded_len,
         )  # fmt: skip
 
 
@@ -84,7 +84,7 @@ class MirroredChunk(NamedTuple):
     sequence: Mirrored
     tokens: list[int]
     logits: int
-    guesses: tuple[int, ...] = ()
+    draft_tokens: tuple[int, ...] = ()
 
     @property
     def length(self) -> int:
@@ -92,7 +92,7 @@ class MirroredChunk(NamedTuple):
 
     @property
     def sure(self) -> int:
-        return len(self.tokens) - len(self.guesses)
+        return len(self.tokens) - len(self.draft_tokens)
 
 
 class Mirror:
@@ -112,7 +112,7 @@ class Mirror:
             del self._sequences[number]
         return [self._chunk(rows) for rows in step.rows]
 
-    def _chunk(self, rows: Rows) -> MirroredChunk:
+    def _chunk(self, rows: SentRows) -> MirroredChunk:
         known = self._sequences.get(rows.sequence)
         if known is None:
             known = self._sequences[rows.sequence] = Mirrored(self._longest)
@@ -122,4 +122,5 @@ class Mirror:
         for place, page in rows.windows:
             known.window_table[place] = page
         known.num_pages = rows.held
-        return MirroredChunk(known, rows.tokens, rows.logits, tuple(rows.tokens[len(rows.tokens) - rows.guesses :]))
+        drafts = tuple(rows.tokens[len(rows.tokens) - rows.draft_tokens :])
+        return MirroredChunk(known, rows.tokens, rows.logits, drafts)

@@ -19,7 +19,7 @@ class StartRank(msgspec.Struct, frozen=True, kw_only=True):
     file: str
 
 
-class Rows(msgspec.Struct, frozen=True, array_like=True):
+class SentRows(msgspec.Struct, frozen=True, array_like=True):
     """Rows of one sequence in a step: `tokens` from position `first` on, logits of the last `logits`. It holds `held`
     pages.
 
@@ -35,7 +35,7 @@ class Rows(msgspec.Struct, frozen=True, array_like=True):
     held: int
     pages: list[Place]
     windows: list[Place]
-    guesses: int
+    draft_tokens: int
     folded: int
 
 
@@ -45,7 +45,7 @@ class StepList(msgspec.Struct, frozen=True, array_like=True):
     the step before were, once wrong drafts were dropped; None: nobody says so."""
 
     number: int
-    rows: list[Rows]
+    rows: list[SentRows]
     ended: list[int]
     copies: list[tuple[int, int]]
     warms: bool = False

@@ -11,15 +11,11 @@ from tandem.engine.gpu_runner import GpuRunner
 from tandem.engine.ranks.leader import Leader
 from tandem.engine.sampling.logits import DeviceLogits
 from tandem.engine.sequence import Chunk
-from tandem.engine.step.step import Step, StepOutput
+from tandem.engine.step.step import Running, Step, StepOutput
 from tandem.errors import EngineError
 
 if TYPE_CHECKING:
     from tandem.kernels.gpu.ranks.gpu_group import GpuGroup
-
-
-def _nothing() -> None:
-    """Where nobody has anything to do beside a step."""
 
 
 class Leading:
@@ -31,12 +27,15 @@ class Leading:
         self._settled: int | None = None  # tokens of the last step's rows, which others do not know yet
         super().__init__(*arguments, **named)
 
-    def run(self, step: Step, host_work: Callable[[], None] | None = None) -> StepOutput:
+    def start(self, step: Step, overlaps: bool = False) -> Running[StepOutput]:
         self._under_way = True
         self._leader.step(step.chunks, settled=self._settled)
         self._settled = None
         step = Step(step.chunks)  # which never shrinks: others compute all rows
-        output: StepOutput = super().run(step, host_work or _nothing)  # type: ignore[misc]
+        running: Running[StepOutput] = super().start(step, overlaps)  # type: ignore[misc]
+        return running.then(self._checked)
+
+    def _checked(self, output: StepOutput) -> StepOutput:
         self._ended()
         return output
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from tandem.engine.protocol import SamplingParams
+from tandem.engine.protocol import SamplingSettings
 from tandem.engine.sampling.repetitions import Repetitions
 from tandem.engine.sequence import Sequence
 
@@ -55,7 +55,7 @@ def _longest(ids: Ids, lengths: Ids) -> tuple[Ids, Ids]:
     return ids[last], lengths[last]
 
 
-def _penalties(lengths: Ids, params: SamplingParams) -> npt.NDArray[np.float32]:
+def _penalties(lengths: Ids, params: SamplingSettings) -> npt.NDArray[np.float32]:
     growth = np.minimum((lengths - params.dry_allowed_length) * np.log(params.dry_base), 80.0)
     penalties: npt.NDArray[np.float32] = np.minimum(params.dry_multiplier * np.exp(growth), _MOST).astype(
         np.float32

@@ -25,7 +25,7 @@ class GraphMasks:
         self._host = torch.zeros(size + 3, dtype=torch.int64, pin_memory=self._pinned)  # the last are the words
         self.there = torch.zeros(size + 1, dtype=torch.int64, device=device)
         self._word = self._host[-2:].numpy()  # as an array: PyTorch takes ten times as long to write a number
-        self._sent: Rows[TokenMask | None] = ()  # held, or another mask could get the same memory
+        self.sent: Rows[TokenMask | None] = ()  # held, or another mask could get the same memory
 
     def send(self, masks: RowMasks) -> None:
         """Sends the masks of the first rows; others are free. Call it before the graph is replayed; the step before
@@ -33,7 +33,7 @@ class GraphMasks:
         cannot read."""
         masks = [] if all(mask is None for mask in masks) else list(masks)
         self._word[:] = 0
-        if len(masks) == len(self._sent) and all(map(_same, masks, self._sent)):
+        if len(masks) == len(self.sent) and all(map(_same, masks, self.sent)):
             return
         self._host.zero_()
         for row, mask in enumerate(masks):
@@ -41,7 +41,7 @@ class GraphMasks:
                 self._host[row] = self._address(mask)
         self._host[-3] = self._host[-2:].data_ptr() if masks else 0
         self.there.copy_(self._host[:-2], non_blocking=True)
-        self._sent = masks
+        self.sent = masks
 
     def make(self, masks: Callable[[], None]) -> None:
         """While the graph runs: makes the masks, and lets it read them. It would wait for ever if that went wrong."""
@@ -59,7 +59,7 @@ class GraphMasks:
 
     def applied(self, logits: Tensor) -> Tensor:
         """Masked logits by PyTorch: the GPU's kernel does the same while it looks for the best token."""
-        return masked_rows(logits, self._sent)
+        return masked_rows(logits, self.sent)
 
     def _address(self, mask: TokenMask) -> int:
         tensor = torch.from_numpy(mask)

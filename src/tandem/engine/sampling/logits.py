@@ -14,9 +14,9 @@ from torch import Tensor
 
 from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.engine.sampling.masks import RowMasks, TokenMask, without_forbidden_rows
-from tandem.engine.sampling.on_device import LogitsOf, best_token, choose, needs_more
-from tandem.engine.sampling.penalties import FloatRows, changes_logits
-from tandem.engine.sampling.sampler import Sampled, is_greedy, sample
+from tandem.engine.sampling.on_device import LogitsOf, choose, needs_more
+from tandem.engine.sampling.penalties import FloatRows, adjusts, changes_logits
+from tandem.engine.sampling.sampler import Sampled, best_token, is_greedy, sample
 from tandem.engine.sequence import Sequence
 
 
@@ -60,7 +60,7 @@ def best_of(logits: Tensor, masks: GraphMasks | None = None, out: Tensor | None 
         from tandem.kernels.gpu import best  # Triton is there only where a GPU is used
 
         return best.best_of(logits, None if masks is None else masks.there, out)
-    if masks is not None:
+    if masks is not None and masks.sent:
         logits = masks.applied(logits)
     ids = logits.argmax(1, keepdim=True)
     return torch.cat((ids.double(), logits.gather(1, ids).double()), 1)
@@ -173,8 +173,11 @@ def _needs_whole_row(sequence: Sequence, mask: TokenMask | None) -> bool:
 
 
 def _takes_best(sequence: Sequence) -> bool:
-    """Whether the best of its row is its next token, where no mask limits it."""
-    return not (needs_more(sequence.sampling) or changes_logits(sequence))
+    """Whether the best of its row is its next token, where no mask limits it. Asked for each token: what the request
+    says of it is looked up once."""
+    if sequence.takes_best is None:
+        sequence.takes_best = not (needs_more(sequence.sampling) or adjusts(sequence.sampling))
+    return sequence.takes_best and sequence.answer_len >= sequence.sampling.min_tokens
 
 
 def _part(tensor: Tensor, rows: list[int]) -> Tensor:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from tandem.engine.protocol import SamplingParams
+from tandem.engine.protocol import SamplingSettings
 
 Places = npt.NDArray[np.intp]
 Weights = npt.NDArray[np.float64]
 
 
-def narrows(params: SamplingParams) -> bool:
+def narrows(params: SamplingSettings) -> bool:
     return params.typical_p < 1.0 or params.xtc_probability > 0.0
 
 
-def narrowed(scaled: npt.NDArray[np.float32], params: SamplingParams, coin: float) -> Places:
+def narrowed(scaled: npt.NDArray[np.float32], params: SamplingSettings, coin: float) -> Places:
     """Places that are left, ascending. scaled: logits / temperature, by ascending id, shifted by any constant.
     coin: a random number in [0, 1) that decides whether XTC acts on this token."""
     weights = np.exp(scaled.astype(np.float64) - float(scaled.max()))

@@ -16,10 +16,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tandem.engine.protocol import SamplingParams, TokenLogprob
+from tandem.engine.protocol import SamplingSettings, TokenLogprob
 from tandem.engine.sampling.narrowing import narrowed, narrows
 from tandem.engine.sampling.penalties import FloatRow
-from tandem.engine.sampling.sampler import Sampled, coin_of, invert, is_greedy, largest, number_of
+from tandem.engine.sampling.sampler import Sampled, best_token, coin_of, invert, is_greedy, largest, number_of
 from tandem.engine.sequence import Sequence
 
 # Of a row: more than any usual top_k and nearly every nucleus. A row that needs more is fetched whole.
@@ -64,12 +64,7 @@ def choose(
     return chosen
 
 
-def best_token(token_id: float, logit: float) -> Sampled:
-    """Sampled token of a row, from a row of `logits.best_of`; token -1 where the logit is not finite."""
-    return Sampled(int(token_id), None) if math.isfinite(logit) else Sampled(-1, None)
-
-
-def needs_more(params: SamplingParams) -> bool:
+def needs_more(params: SamplingSettings) -> bool:
     """Than a row's best."""
     return params.logprobs is not None or not is_greedy(params)
 
@@ -135,7 +130,7 @@ def _chosen(row: Candidates, sequence: Sequence) -> Sampled | None:
     return None if logprob is None else Sampled(token_id, logprob)
 
 
-def _unfiltered(params: SamplingParams, row: Candidates) -> bool:
+def _unfiltered(params: SamplingSettings, row: Candidates) -> bool:
     """Nothing but min_p, which `drawn` has taken into account."""
     limited = params.top_k > 0 and not (row.complete and params.top_k >= len(row.ids))
     return params.top_p >= 1.0 and not narrows(params) and not limited
@@ -158,7 +153,7 @@ def _among(row: Candidates, sequence: Sequence) -> int | None:
     return int(row.ids[places[invert(np.exp(falling[places]), number_of(sequence))]])
 
 
-def _prefix_length(row: Candidates, params: SamplingParams, falling: FloatRow) -> int | None:
+def _prefix_length(row: Candidates, params: SamplingSettings, falling: FloatRow) -> int | None:
     """How many of the most probable pass top_k and top_p; None: more than there are here, or as probable as others."""
     limited = params.top_k > 0 and not (row.complete and params.top_k >= len(falling))
     if limited and params.top_k > len(falling):

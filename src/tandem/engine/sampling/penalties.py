@@ -7,7 +7,7 @@ from collections.abc import Collection
 import numpy as np
 import numpy.typing as npt
 
-from tandem.engine.protocol import SamplingParams
+from tandem.engine.protocol import SamplingSettings
 from tandem.engine.sampling.dry import dry_penalties
 from tandem.engine.sequence import Sequence
 
@@ -15,7 +15,7 @@ FloatRow = npt.NDArray[np.float32]  # [vocab]
 FloatRows = npt.NDArray[np.float32]  # [R, vocab]
 
 
-def uses_penalties(params: SamplingParams) -> bool:
+def uses_penalties(params: SamplingSettings) -> bool:
     neutral = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (
         1.0,
         0.0,
@@ -24,10 +24,13 @@ def uses_penalties(params: SamplingParams) -> bool:
     return not neutral
 
 
+def adjusts(params: SamplingSettings) -> bool:
+    """Whether penalties or a bias change each row."""
+    return uses_penalties(params) or params.dry_multiplier > 0.0 or bool(params.logit_bias)
+
+
 def changes_logits(sequence: Sequence) -> bool:
-    params = sequence.sampling
-    penalised = uses_penalties(params) or params.dry_multiplier > 0.0
-    return penalised or bool(params.logit_bias) or sequence.answer_len < params.min_tokens
+    return adjusts(sequence.sampling) or sequence.answer_len < sequence.sampling.min_tokens
 
 
 def adjust(logits: FloatRow, sequence: Sequence, eos_ids: Collection[int]) -> FloatRow:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tandem.engine.protocol import SamplingParams, TokenLogprob
+from tandem.engine.protocol import SamplingSettings, TokenLogprob
 from tandem.engine.sampling.logprobs import token_logprob
 from tandem.engine.sampling.masks import RowMasks, TokenMask, without_forbidden
 from tandem.engine.sampling.narrowing import narrowed, narrows
@@ -62,7 +62,12 @@ def coin_of(sequence: Sequence) -> float:
     return uniform(sequence.seed, sequence.index, sequence.total_len, b"xtc")
 
 
-def is_greedy(params: SamplingParams) -> bool:
+def best_token(token_id: float, logit: float) -> Sampled:
+    """Sampled token of a row, from a row of `logits.best_of`; token -1 where the logit is not finite."""
+    return Sampled(int(token_id), None) if math.isfinite(logit) else Sampled(-1, None)
+
+
+def is_greedy(params: SamplingSettings) -> bool:
     return params.temperature < _GREEDY_BELOW or params.top_k == 1
 
 
@@ -101,7 +106,7 @@ def _sample_row(
     return Sampled(token_id, logprob)
 
 
-def draw(row: FloatRow, params: SamplingParams, u: float, best: np.float32, coin: float = 1.0) -> int:
+def draw(row: FloatRow, params: SamplingSettings, u: float, best: np.float32, coin: float = 1.0) -> int:
     """Inverse of the distribution function at u. Filters act in Transformers' order: temperature, top_k, top_p over
     what top_k left, min_p, typical_p; then XTC. What is left is laid out by id."""
     scaled = row - best
@@ -141,7 +146,7 @@ def _invert_in_blocks(weights: FloatRow, u: float) -> int:
     return block * _BLOCK + _place(inside, target - before)
 
 
-def _kept_ids(scaled: FloatRow, params: SamplingParams) -> npt.NDArray[np.intp] | None:
+def _kept_ids(scaled: FloatRow, params: SamplingSettings) -> npt.NDArray[np.intp] | None:
     """Ids that pass the filters, ascending; None: all of them. `scaled` has its maximum at 0."""
     limit = params.top_k if 0 < params.top_k < len(scaled) else len(scaled)
     if limit == len(scaled) and params.top_p >= 1.0:

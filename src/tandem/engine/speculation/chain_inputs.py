@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.engine.speculation.drawn_rows import Run
+from tandem.engine.speculation.drawn_rows import DraftRows
 from tandem.engine.step.batch import counted, forward_batch, slots_of, to_gpu
 from tandem.models.batch import ForwardBatch
 
@@ -22,14 +22,14 @@ class ChainShape:
 
     sequences: int
     rows: int
-    guesses: int
+    draft_tokens: int
     pages: int
     page_size: int
 
     @property
     def wide_bytes(self) -> int:
         """Bytes of the 64-bit inputs: ids, positions and places of the first rows, and of who goes on."""
-        return 8 * (3 * self.sequences * self.rows + self.guesses * self.sequences)
+        return 8 * (3 * self.sequences * self.rows + self.draft_tokens * self.sequences)
 
     @property
     def input_bytes(self) -> int:
@@ -61,18 +61,18 @@ class ChainInputs:
     def _views(self, memory: Tensor) -> tuple[Tensor, ...]:
         s = self.shape
         wide, count = memory[: s.wide_bytes].view(torch.int64), s.sequences * s.rows
-        ids, positions, places, order = wide.split([count, count, count, s.guesses * s.sequences])
+        ids, positions, places, order = wide.split([count, count, count, s.draft_tokens * s.sequences])
         tables, slots = memory[s.wide_bytes :].view(torch.int32).split([s.sequences * s.pages, s.sequences])
         return (
             ids,
             positions,
             places,
-            order.view(s.guesses, s.sequences),
+            order.view(s.draft_tokens, s.sequences),
             tables.view(s.sequences, s.pages),
             slots,
         )
 
-    def fill(self, runs: Rows[Run], widths: Rows[int]) -> None:
+    def fill(self, runs: Rows[DraftRows], widths: Rows[int]) -> None:
         """The image, after all that read the one before. The GPU waits for this."""
         for at, run in enumerate(runs):
             self._fill_rows(at, run)
@@ -83,7 +83,7 @@ class ChainInputs:
             self._fill_order(widths)
             self._widths = list(widths)
 
-    def _fill_rows(self, at: int, run: Run) -> None:
+    def _fill_rows(self, at: int, run: DraftRows) -> None:
         """The first rows are copies of the run's first one."""
         ids, positions, places, tables, slots = self._each
         count, pages = len(run.tokens), run.sequence.num_pages
@@ -98,11 +98,11 @@ class ChainInputs:
 
     def _fill_order(self, widths: Rows[int]) -> None:
         """order[d, s]: whose row sequence s computes in pass d."""
-        guesses = np.zeros(self.shape.sequences, dtype=np.int64)
-        guesses[: len(widths)] = widths
-        longest, own = int(guesses.argmax()), np.arange(self.shape.sequences)
-        for number in range(self.shape.guesses):
-            self._order[number] = np.where(guesses > number, own, longest)
+        draft_tokens = np.zeros(self.shape.sequences, dtype=np.int64)
+        draft_tokens[: len(widths)] = widths
+        longest, own = int(draft_tokens.argmax()), np.arange(self.shape.sequences)
+        for number in range(self.shape.draft_tokens):
+            self._order[number] = np.where(draft_tokens > number, own, longest)
 
     def send(self) -> None:
         to_gpu(self._host, self._there)

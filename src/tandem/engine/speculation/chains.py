@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from tandem.engine.speculation.drawn_rows import Run, batch_of
+from tandem.engine.speculation.drawn_rows import DraftRows, batch_of
 from tandem.models.batch import ForwardBatch
 
 Pass = Callable[[Tensor | None, ForwardBatch], tuple[Tensor, Tensor]]
@@ -38,7 +38,7 @@ class Chains(Protocol):
         """Probabilities of the last call's guesses, a row per run; of no run where nobody says."""
         ...
 
-    def chains(self, runs: list[Run], widths: Rows[int]) -> list[list[int]]:
+    def chains(self, runs: list[DraftRows], widths: Rows[int]) -> list[list[int]]:
         """Makes all rows. Of each run that is wanted, in order, so many guesses."""
         ...
 
@@ -52,20 +52,20 @@ class PassByPass:
     def __init__(self, run: Pass, page_size: int) -> None:
         self._run, self._page_size = run, page_size
 
-    def chains(self, runs: list[Run], widths: Rows[int]) -> list[list[int]]:
+    def chains(self, runs: list[DraftRows], widths: Rows[int]) -> list[list[int]]:
         ends = [run for run in runs if run.wanted]
         tokens, hidden = self._pass(None, runs)
-        guesses, active = [[token] for token in tokens], list(range(len(ends)))
+        draft_tokens, active = [[token] for token in tokens], list(range(len(ends)))
         while True:
-            rows = [row for row, i in enumerate(active) if len(guesses[i]) < widths[i]]
+            rows = [row for row, i in enumerate(active) if len(draft_tokens[i]) < widths[i]]
             active = [active[row] for row in rows]
             if not active:
-                return guesses
-            tokens, hidden = self._pass(hidden[rows], [_next(ends[i], guesses[i]) for i in active])
+                return draft_tokens
+            tokens, hidden = self._pass(hidden[rows], [_next(ends[i], draft_tokens[i]) for i in active])
             for i, token in zip(active, tokens, strict=True):
-                guesses[i].append(token)
+                draft_tokens[i].append(token)
 
-    def _pass(self, hidden: Tensor | None, runs: list[Run]) -> tuple[list[int], Tensor]:
+    def _pass(self, hidden: Tensor | None, runs: list[DraftRows]) -> tuple[list[int], Tensor]:
         tokens, x = self._run(hidden, batch_of(runs, self._page_size))
         return tokens.tolist(), x
 
@@ -80,14 +80,14 @@ class AtOnce:
         self._run, self._page_size, self._most = run, page_size, most
         self.sure: list[list[float]] = []
 
-    def chains(self, runs: list[Run], widths: Rows[int]) -> list[list[int]]:
-        guesses, self.sure = list[list[int]](), []
+    def chains(self, runs: list[DraftRows], widths: Rows[int]) -> list[list[int]]:
+        draft_tokens, self.sure = list[list[int]](), []
         for first in range(0, len(runs), self._most):
             batch = batch_of(runs[first : first + self._most], self._page_size)
             tokens, chances = self._run(None, batch)
-            guesses += tokens.tolist()
+            draft_tokens += tokens.tolist()
             self.sure += chances.tolist()
-        return [tokens[:width] for tokens, width in zip(guesses, widths, strict=True)]
+        return [tokens[:width] for tokens, width in zip(draft_tokens, widths, strict=True)]
 
 
 def on_cpu(model: DraftingModel, states: Rows[tuple[Tensor, ...]]) -> Pass:
@@ -100,6 +100,6 @@ def on_cpu(model: DraftingModel, states: Rows[tuple[Tensor, ...]]) -> Pass:
     return run
 
 
-def _next(run: Run, guesses: list[int]) -> Run:
+def _next(run: DraftRows, draft_tokens: list[int]) -> DraftRows:
     """The row behind a run and its guesses."""
-    return Run(run.sequence, run.last + len(guesses), guesses[-1:], True)
+    return DraftRows(run.sequence, run.last + len(draft_tokens), draft_tokens[-1:], True)

@@ -10,7 +10,7 @@ from tandem.engine.step.batch import SequenceRows, host_batch
 from tandem.models.batch import ForwardBatch
 
 
-class Run(NamedTuple):
+class DraftRows(NamedTuple):
     """Rows of one sequence from `first` on, with the tokens one behind them. wanted: the last one guesses."""
 
     sequence: Sequence
@@ -23,22 +23,22 @@ class Run(NamedTuple):
         return self.first + len(self.tokens) - 1
 
 
-def parted(runs: Rows[Run], most: int) -> tuple[list[Run], list[Run]]:
+def parted(runs: Rows[DraftRows], most: int) -> tuple[list[DraftRows], list[DraftRows]]:
     """Runs to make first, whose rows guess nothing, and the last rows of runs that guess, at most `most` each."""
-    before, last = [run for run in runs if not run.wanted], list[Run]()
+    before, last = [run for run in runs if not run.wanted], list[DraftRows]()
     for run in (run for run in runs if run.wanted):
         early = max(0, len(run.tokens) - most)
         if early:
-            before.append(Run(run.sequence, run.first, run.tokens[:early], False))
-        last.append(Run(run.sequence, run.first + early, run.tokens[early:], True))
+            before.append(DraftRows(run.sequence, run.first, run.tokens[:early], False))
+        last.append(DraftRows(run.sequence, run.first + early, run.tokens[early:], True))
     return before, last
 
 
-def batch_of(runs: Rows[Run], page_size: int) -> ForwardBatch:
+def batch_of(runs: Rows[DraftRows], page_size: int) -> ForwardBatch:
     """In host memory."""
     return host_batch([_rows_of(run, run.sequence) for run in runs], page_size)
 
 
-def _rows_of(run: Run, sequence: Sequence) -> SequenceRows:
+def _rows_of(run: DraftRows, sequence: Sequence) -> SequenceRows:
     table = sequence.page_table[: sequence.num_pages]
     return SequenceRows(run.tokens, run.first, table, sequence.slot, int(run.wanted))

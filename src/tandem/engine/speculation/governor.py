@@ -35,7 +35,7 @@ _FIRST_CHANCES = {1: 0.3, 2: 0.5, 3: 0.7, 4: 0.8, 5: 0.85}  # by kind
 _LAYERS_CHANCE = 0.8  # of a trained draft layer's guess
 
 
-class _Counts:
+class _Acceptance:
     """Hits and trials of guesses of one kind; old ones fade."""
 
     __slots__ = ("hits", "trials")
@@ -118,8 +118,8 @@ class Governor:
 
     def __init__(self, times: StepTimes) -> None:
         self.times = times
-        self._server: dict[int, _Counts] = {}
-        self._known: dict[Sequence, dict[int, _Counts]] = {}
+        self._server: dict[int, _Acceptance] = {}
+        self._known: dict[Sequence, dict[int, _Acceptance]] = {}
         self._with = self._without = 0  # steps since the last probe
         self._trying = self._tried = 0  # guesses of a trial under way, and its steps
         self._patience = PROBE_EVERY
@@ -162,10 +162,10 @@ class Governor:
     def _worth(self, sequences: int, chances: Rows[float]) -> int:
         """How many of guesses that are drawn, the likeliest first, give the most tokens per second."""
         cost, tokens, best, most = self.times.curve(sequences), float(sequences), 1, 0.0
-        for guesses, chance in enumerate(chances, 1):
+        for draft_tokens, chance in enumerate(chances, 1):
             tokens += chance
-            if tokens / cost(guesses) > most:
-                best, most = guesses, tokens / cost(guesses)
+            if tokens / cost(draft_tokens) > most:
+                best, most = draft_tokens, tokens / cost(draft_tokens)
         return best
 
     def learn(self, sequence: Sequence, draft: Draft, tokens: Rows[int]) -> None:
@@ -173,7 +173,7 @@ class Governor:
         known = self._known.setdefault(sequence, {})
         for token, guess, kind in zip(tokens, draft.tokens, draft.kinds, strict=False):
             hit = token == guess
-            known.setdefault(kind, _Counts()).add(hit, _MEMORY)
+            known.setdefault(kind, _Acceptance()).add(hit, _MEMORY)
             self._server_counts(kind).add(hit, _SERVER_MEMORY)
             if not hit:
                 return
@@ -193,17 +193,17 @@ class Governor:
         """That a guess of this kind comes: the mean less one deviation, so that little evidence promises little.
         deviations: or so many more."""
         server = self._server_counts(kind)
-        own = self._known.get(sequence, {}).get(kind) or _Counts()
+        own = self._known.get(sequence, {}).get(kind) or _Acceptance()
         trials = own.trials + _SERVER_WEIGHT
         mean = (own.hits + _SERVER_WEIGHT * server.hits / server.trials) / trials
         evidence = own.trials + min(server.trials, _MOST_EVIDENCE)
         deviation = math.sqrt(mean * (1.0 - mean) / (evidence + 1.0))
         return min(1.0, max(0.0, mean + deviations * deviation))
 
-    def _server_counts(self, kind: int) -> _Counts:
+    def _server_counts(self, kind: int) -> _Acceptance:
         if kind not in self._server:
             first = _LAYERS_CHANCE if kind >= LAYER_KINDS else _FIRST_CHANCES.get(kind, 0.5)
-            self._server[kind] = _Counts(first * _SERVER_WEIGHT, _SERVER_WEIGHT)
+            self._server[kind] = _Acceptance(first * _SERVER_WEIGHT, _SERVER_WEIGHT)
         return self._server[kind]
 
     def _chances(
@@ -270,11 +270,11 @@ class Governor:
     def _fastest(self, sequences: int, chances: Rows[tuple[float, int]], *, hopeful: bool = False) -> int:
         cost = self.times.curve(sequences, hopeful=hopeful)
         tokens, best, most = float(sequences), 0, LEAST_GAIN
-        for guesses, (chance, _) in enumerate(chances, 1):
+        for draft_tokens, (chance, _) in enumerate(chances, 1):
             tokens += chance
-            gain = tokens / sequences / cost(guesses)
+            gain = tokens / sequences / cost(draft_tokens)
             if gain > most:
-                best, most = guesses, gain
+                best, most = draft_tokens, gain
         return best
 
 

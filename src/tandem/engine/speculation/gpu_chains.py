@@ -18,7 +18,7 @@ from tandem.engine.graphs.decode_graphs import nothing_collected
 from tandem.engine.sampling.logits import StepEnd
 from tandem.engine.speculation.chain_inputs import ChainInputs, ChainShape
 from tandem.engine.speculation.chains import AtOnce, Chains, DraftingModel, Pass, PassByPass
-from tandem.engine.speculation.drawn_rows import Run, parted
+from tandem.engine.speculation.drawn_rows import DraftRows, parted
 from tandem.engine.step.batch import moved
 from tandem.engine.step.hooks import BeginStep
 from tandem.experts.handoff import Handoff
@@ -54,12 +54,13 @@ class GpuDrafts:
         return run
 
 
-class Block:
+class BlockRollout:
     """A function of no arguments that makes all guesses of a block, and what it leaves in host memory."""
 
     def __init__(self, drafts: GpuDrafts, shape: ChainShape) -> None:
         self._drafts, device = drafts, drafts.handoff.device
-        self.inputs, sizes, pinned = ChainInputs(shape, device), (shape.guesses, shape.sequences), device.type == "cuda"
+        self.inputs, pinned = ChainInputs(shape, device), device.type == "cuda"
+        sizes = shape.draft_tokens, shape.sequences
         self.found = torch.zeros(sizes, dtype=torch.int64, pin_memory=pinned)
         self.sure = torch.zeros(sizes, pin_memory=pinned)
         self.next: Callable[[], None] | None = None
@@ -77,7 +78,7 @@ class Chain:
         self._drafts, device = drafts, drafts.handoff.device
         self.inputs = ChainInputs(shape, device)
         self._pass = torch.zeros(1, dtype=torch.int64, device=device)
-        self._found = torch.zeros(shape.guesses, shape.sequences, dtype=torch.int64, device=device)
+        self._found = torch.zeros(shape.draft_tokens, shape.sequences, dtype=torch.int64, device=device)
         self._ids, self._positions, self._owners = (torch.zeros_like(self._found[0]) for _ in range(3))
         self._hidden: Tensor | None = None
         pinned = device.type == "cuda"
@@ -117,7 +118,7 @@ class Chain:
 
 
 @dataclass(frozen=True, slots=True)
-class _Recorded:
+class _RecordedRollout:
     """replay: of a function; posts: hand-offs to the CPU's experts in it."""
 
     replay: Callable[[], None]
@@ -135,7 +136,7 @@ class GpuChains:
         self._alone: Chains = AtOnce(draft_pass, page_size, most) if most else PassByPass(draft_pass, page_size)
         self._end, self.unusual = StepEnd(self._handoff.device), False
         self.sure: Rows[Rows[float]] = ()
-        self._recorded: list[tuple[Chain | Block, _Recorded, _Recorded]] = []
+        self._recorded: list[tuple[Chain | BlockRollout, _RecordedRollout, _RecordedRollout]] = []
         try:
             self._record(shapes)
         except Exception as error:  # too little memory, most of all; guesses are drawn without them, too
@@ -151,19 +152,19 @@ class GpuChains:
         if shapes:
             _log.info("captured CUDA graphs of guesses for %s sequences", ", ".join(str(s.sequences) for s in shapes))
 
-    def chains(self, runs: list[Run], widths: Rows[int]) -> list[list[int]]:
+    def chains(self, runs: list[DraftRows], widths: Rows[int]) -> list[list[int]]:
         count = sum(run.wanted for run in runs)
         with torch.inference_mode():
             for recorded in self._recorded:
                 if 0 < count <= recorded[0].inputs.shape.sequences:
                     return self._replayed(recorded, self._last_rows(runs, recorded[0].inputs.shape.rows), widths)
             self.unusual = bool(self._recorded)
-            guesses = self._alone.chains(runs, widths)
+            draft_tokens = self._alone.chains(runs, widths)
         self.sure = self._alone.sure
         self._handoff.check()
-        return guesses
+        return draft_tokens
 
-    def _last_rows(self, runs: list[Run], most: int) -> list[Run]:
+    def _last_rows(self, runs: list[DraftRows], most: int) -> list[DraftRows]:
         """Rows of the runs that are wanted, at most `most` of each, once all rows before them are made."""
         before, last = parted(runs, most)
         self.unusual = bool(before)
@@ -172,7 +173,10 @@ class GpuChains:
         return last
 
     def _replayed(
-        self, recorded: tuple[Chain | Block, _Recorded, _Recorded], runs: list[Run], widths: Rows[int]
+        self,
+        recorded: tuple[Chain | BlockRollout, _RecordedRollout, _RecordedRollout],
+        runs: list[DraftRows],
+        widths: Rows[int],
     ) -> list[list[int]]:
         chain, first, later = recorded
         chain.inputs.fill(runs, widths)
@@ -180,10 +184,10 @@ class GpuChains:
         self._end.mark()
         self._end.wait()
         self._handoff.check()
-        guesses, self.sure = chain.found.T.tolist(), () if chain.sure is None else chain.sure.T.tolist()
-        return [tokens[:width] for tokens, width in zip(guesses, widths, strict=False)]
+        draft_tokens, self.sure = chain.found.T.tolist(), () if chain.sure is None else chain.sure.T.tolist()
+        return [tokens[:width] for tokens, width in zip(draft_tokens, widths, strict=False)]
 
-    def _replay(self, passes: Rows[_Recorded]) -> None:
+    def _replay(self, passes: Rows[_RecordedRollout]) -> None:
         """One after the other: what a pass needs of the one before is on the device."""
         try:
             self._handoff.begin(sum(one.posts for one in passes))
@@ -194,22 +198,24 @@ class GpuChains:
             self._handoff.cancel()
             raise
 
-    def _captured(self, shape: ChainShape, pool: Any) -> tuple[tuple[Chain | Block, _Recorded, _Recorded], Any]:
-        chain = Block(self._drafts, shape) if self._drafts.at_once else Chain(self._drafts, shape)
+    def _captured(
+        self, shape: ChainShape, pool: Any
+    ) -> tuple[tuple[Chain | BlockRollout, _RecordedRollout, _RecordedRollout], Any]:
+        chain = BlockRollout(self._drafts, shape) if self._drafts.at_once else Chain(self._drafts, shape)
         self._drafts.begin_step(chain.inputs.first(), True)
         with self._handoff.rehearsing():
             for _ in range(WARM_UPS):
                 chain.first()
-                for _ in range(1, shape.guesses if chain.next else 1):
+                for _ in range(1, shape.draft_tokens if chain.next else 1):
                     (chain.next or chain.first)()
         if self._handoff.device.type != "cuda":
-            return (chain, _Recorded(chain.first, 0), _Recorded(chain.next or chain.first, 0)), None
+            return (chain, _RecordedRollout(chain.first, 0), _RecordedRollout(chain.next or chain.first, 0)), None
         first, pool = self._graph(chain.first, pool)
-        goes_on = chain.next is not None and shape.guesses > 1
+        goes_on = chain.next is not None and shape.draft_tokens > 1
         later, pool = self._graph(chain.next, pool) if chain.next and goes_on else (first, pool)
         return (chain, first, later), pool
 
-    def _graph(self, function: Callable[[], None], pool: Any) -> tuple[_Recorded, Any]:
+    def _graph(self, function: Callable[[], None], pool: Any) -> tuple[_RecordedRollout, Any]:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with (
@@ -217,4 +223,4 @@ class GpuChains:
             torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
         ):
             function()
-        return _Recorded(graph.replay, len(posts)), pool or graph.pool()
+        return _RecordedRollout(graph.replay, len(posts)), pool or graph.pool()

@@ -29,7 +29,7 @@ def speculation_of(parts: EngineParts, states: StateArrays, pages: KVCache) -> S
     if choice is None:
         return None
     drafter = _drafter(parts, states, pages, choice)
-    return Speculation(drafter, choice.algorithm, choice.most_guesses, governed=choice.governed)
+    return Speculation(drafter, choice.algorithm, choice.most_draft_tokens, governed=choice.governed)
 
 
 def _drafter(parts: EngineParts, states: StateArrays, pages: KVCache, choice: SpeculationPlan) -> Drafter:
@@ -51,10 +51,10 @@ def _chains(parts: EngineParts, states: StateArrays) -> Chains:
         return PassByPass(run, plan.page_size) if block is None else AtOnce(run, plan.page_size, SEQUENCES_AT_ONCE)
     at_once = 0 if block is None else max(1, min(SEQUENCES_AT_ONCE, parts.handoff.sizes.tokens // block.size))
     drafts = GpuDrafts(model, states.arrays, parts.handoff, parts.begin_step or nothing_begins, at_once)
-    most = max(plan.guesses, 0 if block is None else block.size - 1)
-    pages, rows = -(-plan.context_length // plan.page_size), ROWS_OF_EACH * (1 + plan.guesses)
+    most = max(plan.draft_tokens, 0 if block is None else block.size - 1)
+    pages, rows = -(-plan.context_length // plan.page_size), ROWS_OF_EACH * (1 + plan.draft_tokens)
     shapes = [
-        ChainShape(sequences, rows, plan.guesses, pages, plan.page_size)
+        ChainShape(sequences, rows, plan.draft_tokens, pages, plan.page_size)
         for sequences in draft_sizes(plan.gpu.graph_sizes, most)
     ]
     return GpuChains(drafts, shapes, plan.page_size)

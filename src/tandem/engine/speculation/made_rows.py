@@ -54,7 +54,7 @@ class InSlots:
         self._known.clear()
 
 
-class _Known(NamedTuple):
+class _DraftKvRows(NamedTuple):
     """Rows of a sequence that are made; in these pages, each given so many times; behind: the tokens behind the whole
     ones."""
 
@@ -70,7 +70,7 @@ class InPages:
 
     def __init__(self, pages: KVCache) -> None:
         self._pages = pages
-        self._known: dict[Sequence, _Known] = {}
+        self._known: dict[Sequence, _DraftKvRows] = {}
         self._whole = np.zeros(
             pages.num_pages, dtype=np.int64
         )  # pages with all rows: how often they were given then
@@ -91,25 +91,25 @@ class InPages:
         others = np.flatnonzero(self._next[known.pages[:whole]] != known.behind[:whole])
         return min(known.rows, sequence.computed_len - 1), others.tolist()
 
-    def _still(self, sequence: Sequence, known: _Known) -> bool:
+    def _still(self, sequence: Sequence, known: _DraftKvRows) -> bool:
         """Whether it has the pages that it had, and nobody else had them since."""
         pages = sequence.page_table[: len(known.pages)]
         same = sequence.num_pages >= len(pages) and np.array_equal(pages, known.pages)
         return same and np.array_equal(self._pages.times_given[pages], known.counts)
 
-    def _in_pages(self, sequence: Sequence) -> _Known:
+    def _in_pages(self, sequence: Sequence) -> _DraftKvRows:
         """Rows that others made of the same tokens."""
         known = self._of(sequence, sequence.computed_len)
         equal = self._whole[known.pages] == known.counts
         whole = len(equal) if equal.all() else int(equal.argmin())
         return known._replace(rows=whole * self._pages.page_size)
 
-    def _of(self, sequence: Sequence, rows: int) -> _Known:
+    def _of(self, sequence: Sequence, rows: int) -> _DraftKvRows:
         """The whole pages of so many rows, and the one behind them, if there is."""
         size = self._pages.page_size
         pages = sequence.page_table[: -(-rows // size)].copy()
         next_tokens = np.array(sequence.tokens[size : rows + 1 : size], dtype=np.int64)
-        return _Known(rows, pages, self._pages.times_given[pages], next_tokens)
+        return _DraftKvRows(rows, pages, self._pages.times_given[pages], next_tokens)
 
     def note(self, sequence: Sequence, rows: int) -> None:
         known = self._known[sequence] = self._of(sequence, rows)

@@ -13,7 +13,7 @@ from collections.abc import Sequence as Rows
 from tandem.engine.sequence import Sequence
 from tandem.engine.speculation.chains import Chains
 from tandem.engine.speculation.draft import LAYER_KINDS, Draft
-from tandem.engine.speculation.drawn_rows import Run
+from tandem.engine.speculation.drawn_rows import DraftRows
 from tandem.engine.speculation.made_rows import MadeRows
 
 USUAL_ROWS = 64  # of a sequence, at most, in a call whose time is like that of others
@@ -37,15 +37,15 @@ class NextN:
     def draw(self, requests: Rows[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
         """A sequence with more rows to make up for than a pass has gets them over several steps, and no guesses. After
         a failure no row counts as made."""
-        guesses: dict[Sequence, list[int]] = {sequence: [] for sequence, _ in requests}
-        self.unusual, left = False, list(guesses)
+        draft_tokens: dict[Sequence, list[int]] = {sequence: [] for sequence, _ in requests}
+        self.unusual, left = False, list(draft_tokens)
         try:
             while left:
-                left = self._chains(left, dict(requests), guesses)
+                left = self._chains(left, dict(requests), draft_tokens)
         except Exception:
             self._rows.clear()
             raise
-        return [tuple(guesses[sequence]) for sequence, _ in requests]
+        return [tuple(draft_tokens[sequence]) for sequence, _ in requests]
 
     def forget(self, sequence: Sequence) -> None:
         self._rows.forget(sequence)
@@ -60,16 +60,16 @@ class NextN:
         """Makes the guesses of those that can go together. Returns the others."""
         ready, runs, left = self._first_runs(sequences)
         if runs:
-            guesses = self._chain.chains(runs, [widths[sequence] for sequence in ready])
+            draft_tokens = self._chain.chains(runs, [widths[sequence] for sequence in ready])
             self.unusual |= self._chain.unusual
-            drawn.update(zip(ready, guesses, strict=True))
+            drawn.update(zip(ready, draft_tokens, strict=True))
             self._said.update(zip(ready, map(tuple, self._chain.sure), strict=False))
         return left
 
-    def _first_runs(self, sequences: Rows[Sequence]) -> tuple[list[Sequence], list[Run], list[Sequence]]:
+    def _first_runs(self, sequences: Rows[Sequence]) -> tuple[list[Sequence], list[DraftRows], list[Sequence]]:
         """Sequences that get a guess, runs of the rows since the last pass, and sequences that have to wait. One of two
         waits where they share a page and go on differently behind it: its last row cannot be both's."""
-        ready, runs, left, room = list[Sequence](), list[Run](), list[Sequence](), self._most_rows
+        ready, runs, left, room = list[Sequence](), list[DraftRows](), list[Sequence](), self._most_rows
         size, partners = self._page_size, list[Sequence]()
         for sequence in sequences:
             first, others = self._rows.computed_rows(sequence)
@@ -83,14 +83,14 @@ class NextN:
             room -= last - first
             if last > first:
                 whole = last == sequence.computed_len
-                runs.append(Run(sequence, first, sequence.tokens[first + 1 : last + 1], whole))
+                runs.append(DraftRows(sequence, first, sequence.tokens[first + 1 : last + 1], whole))
                 ready += [sequence] * whole
             self._rows.note(sequence, last)
         return ready, runs, left
 
 
-def _one_row(sequence: Sequence, row: int) -> Run:
-    return Run(sequence, row, sequence.tokens[row + 1 : row + 2], False)
+def _one_row(sequence: Sequence, row: int) -> DraftRows:
+    return DraftRows(sequence, row, sequence.tokens[row + 1 : row + 2], False)
 
 
 def _share(sequence: Sequence, other: Sequence, page: int) -> bool:

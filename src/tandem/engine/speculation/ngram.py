@@ -22,12 +22,12 @@ class NGram:
 
     def __init__(self, least: int, longest: int) -> None:
         self._least, self._longest = least, longest
-        self._texts: dict[Sequence, _Text] = {}
+        self._texts: dict[Sequence, _SequenceText] = {}
 
     def propose(self, sequence: Sequence, most: int) -> Draft | None:
         text = self._texts.get(sequence)
         if text is None:
-            text = self._texts[sequence] = _Text(sequence.tokens, self._least, self._longest)
+            text = self._texts[sequence] = _SequenceText(sequence.tokens, self._least, self._longest)
         text.read(max(LEAST_AT_ONCE, TOKENS_AT_ONCE // len(self._texts)))
         return text.draft(most) if text.at else None
 
@@ -35,7 +35,7 @@ class NGram:
         self._texts.pop(sequence, None)
 
 
-class _Text:
+class _SequenceText:
     """A text that grows, and where its end stood before.
 
     A place is the number of tokens in front of it. `at`: the place behind the best match, 0 without one; `matched`: its

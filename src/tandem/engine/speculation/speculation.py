@@ -15,7 +15,7 @@ from tandem.engine.speculation.draft import Draft, Drafter, Drawing, Saying
 from tandem.engine.speculation.governor import FixedWidth, Governor, Widths
 from tandem.engine.speculation.shadows import CHEAP_ROWS, Shadows
 from tandem.engine.speculation.step_times import StepTimes
-from tandem.engine.step.step import Turn
+from tandem.engine.step.step import SequenceOutput
 
 LOG_SECONDS = 60.0
 RETRY_SECONDS, MOST_RETRY_SECONDS = 60.0, 3600.0  # without guesses after a drawing that failed; each doubles it
@@ -26,22 +26,22 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Asked:
+class _DraftedStep:
     """The step that guesses were last asked for. drafts: of those that go on; guessing: whether there were any. usual:
     its time says what such steps take."""
 
     sequences: list[Sequence]
     drafts: dict[Sequence, Draft] = field(default_factory=dict)
     usual: bool = True
-    guessing: bool = False
+    speculative: bool = False
 
-    def was(self, turns: Rows[Turn]) -> bool:
+    def was(self, turns: Rows[SequenceOutput]) -> bool:
         """Whether these are its turns. A step that failed has none, and its sequences never run again."""
         same = len(turns) == len(self.sequences)
         return same and all(turn.sequence is each for turn, each in zip(turns, self.sequences, strict=True))
 
 
-_NOBODY = _Asked([])
+_NOBODY = _DraftedStep([])
 
 
 def _cheapest(
@@ -81,20 +81,20 @@ class Speculation:
         self._asked = self._quiet = _NOBODY
         self._quiet_left = self._skipped = 0  # steps that the quiet one stands for, still and until now
         self._quiet_seconds = 0.0
-        self._steps = self._with_guesses = self._guesses = self._right = self._tokens = 0
+        self._steps = self._with_drafts = self._draft_tokens = self._right = self._tokens = 0
         self._widths, self._sequences = [0] * (most + 1), 1  # of the last step
         self._saved = 0.0
         self._logged = monotonic()
 
-    def guesses(self, sequences: Rows[Sequence], room: int, grow: Grow) -> list[tuple[int, ...]]:
-        """As `scheduler.Guesser`. Where none was made and nothing can change that soon, nobody is asked for a while."""
+    def draft_tokens(self, sequences: Rows[Sequence], room: int, grow: Grow) -> list[tuple[int, ...]]:
+        """As `scheduler.Proposer`. Where none was made and that cannot change soon, nobody is asked for a while."""
         if self._quiet_left and self._quiet.sequences == sequences:
             self._quiet_left -= 1
             self._skipped += 1
             self._asked = self._quiet
             return [()] * len(sequences)
         self._wake()
-        self._asked = _Asked(list(sequences))
+        self._asked = _DraftedStep(list(sequences))
         drafts = [self._draft(sequence) for sequence in sequences]
         widths = self._governor.widths(sequences, drafts, room)
         widths = [
@@ -105,8 +105,8 @@ class Speculation:
             drafts = self._drawn(self._drawing, sequences, drafts, widths, grow)
             widths = self._governor.shortened(drafts, widths)
         self._asked.drafts = {s: draft for s, draft in zip(sequences, drafts, strict=True) if draft is not None}
-        self._asked.guessing = bool(self._asked.drafts)
-        if self._drawing is not None and not self._asked.guessing and self._asked.usual:
+        self._asked.speculative = bool(self._asked.drafts)
+        if self._drawing is not None and not self._asked.speculative and self._asked.usual:
             self._quiet, self._quiet_left = self._asked, min(self._governor.stays, self._shadows.stays)
         return [
             () if draft is None else draft.tokens[:width]
@@ -158,16 +158,16 @@ class Speculation:
     def _draw(self, drawing: Drawing, draws: Rows[tuple[Sequence, int]]) -> Rows[tuple[int, ...]]:
         """If it fails, answers go on without guesses, for a while."""
         try:
-            guesses = drawing.draw(draws)
+            draft_tokens = drawing.draw(draws)
         except Exception:
             _log.exception("no guesses could be drawn; for %.0f s each step decodes one token", self._rests)
             self._rested_until = self._clock() + self._rests
             self._rests = min(2 * self._rests, MOST_RETRY_SECONDS)
             return [()] * len(draws)
         self._rests = RETRY_SECONDS
-        return guesses
+        return draft_tokens
 
-    def ran(self, turns: Rows[Turn], seconds: float) -> None:
+    def ran(self, turns: Rows[SequenceOutput], seconds: float) -> None:
         """Learns from a step: the tokens that its sequences got, and its seconds, drawing included."""
         query = self._asked
         if not turns or not query.was(turns):  # a prompt was computed, or it failed
@@ -176,17 +176,17 @@ class Speculation:
         if self._skipped and query is self._quiet:
             self._passed_quietly(len(turns), seconds)
             return
-        guesses = sum(len(turn.chunk.guesses) for turn in turns) if query.guessing else 0
-        if query.guessing or self._shadows.waiting:
+        draft_tokens = sum(len(turn.chunk.draft_tokens) for turn in turns) if query.speculative else 0
+        if query.speculative or self._shadows.waiting:
             for turn in turns:
                 self._note(turn, query.drafts.get(turn.sequence))  # none if it has ended
         else:
             self._widths[0] += len(turns)
         self._shadows.passed(seconds)
         if query.usual:
-            self._times.observe(len(turns), guesses, seconds)
+            self._times.observe(len(turns), draft_tokens, seconds)
         self._steps, self._sequences = self._steps + 1, len(turns)
-        if guesses:
+        if draft_tokens:
             self._gained(turns, seconds)
             self._say()
 
@@ -198,10 +198,10 @@ class Speculation:
         if self._skipped % OBSERVED_EVERY == 0:
             self._times.observe(sequences, 0, seconds)
 
-    def _gained(self, turns: Rows[Turn], seconds: float) -> None:
+    def _gained(self, turns: Rows[SequenceOutput], seconds: float) -> None:
         """By a step that had guesses."""
         tokens, plain = sum(turn.tokens for turn in turns), self._times.plain(len(turns))
-        self._with_guesses += 1
+        self._with_drafts += 1
         self._tokens += tokens
         self._saved += 0.0 if plain is None else plain * tokens / len(turns) - seconds
 
@@ -212,9 +212,9 @@ class Speculation:
             governed=self._governed,
             most=self._most,
             steps=self._steps,
-            guess_steps=self._with_guesses,
+            guess_steps=self._with_drafts,
             guess_step_tokens=self._tokens,
-            guesses=self._guesses,
+            guesses=self._draft_tokens,
             right_guesses=self._right,
             widths=list(self._widths),
             saved_seconds=self._saved,
@@ -229,10 +229,10 @@ class Speculation:
             return None
         return self._drafter.propose(sequence, most) if most > 0 and sequence.answer_len else None
 
-    def _note(self, turn: Turn, draft: Draft | None) -> None:
-        width, right = len(turn.chunk.guesses), max(0, turn.tokens - 1)
+    def _note(self, turn: SequenceOutput, draft: Draft | None) -> None:
+        width, right = len(turn.chunk.draft_tokens), max(0, turn.tokens - 1)
         self._widths[width] += 1
-        self._guesses += width
+        self._draft_tokens += width
         self._right += right
         for shadow, tokens in self._shadows.compared(turn.sequence):
             self._governor.learn(turn.sequence, shadow, tokens)
@@ -246,6 +246,6 @@ class Speculation:
         self._logged = now
         _log.info(
             "speculation %s: %d of %d decode steps had guesses, %.0f %% of %d were right; %.1f s saved since start",
-            self._algorithm, self._with_guesses, self._steps,
-            100.0 * self._right / max(1, self._guesses), self._guesses, self._saved,
+            self._algorithm, self._with_drafts, self._steps,
+            100.0 * self._right / max(1, self._draft_tokens), self._draft_tokens, self._saved,
         )  # fmt: skip

@@ -75,12 +75,12 @@ class _Steps:
         self.ratios: dict[int, _Figure] = {}
         self._steps = self._last = 0  # guesses of the last step that had some
 
-    def observe(self, guesses: int, seconds: float) -> None:
+    def observe(self, draft_tokens: int, seconds: float) -> None:
         self._steps += 1
-        if guesses == 0:
+        if draft_tokens == 0:
             self._without(seconds)
         elif self.plain is not None:
-            self._with(self.plain, guesses, seconds)
+            self._with(self.plain, draft_tokens, seconds)
 
     def _without(self, seconds: float) -> None:
         if self.plain is None:
@@ -92,13 +92,13 @@ class _Steps:
         if last and last.sure and since <= _PROBED:
             last.value = max(1.0, last.value * before / self.plain.value)
 
-    def _with(self, plain: _Figure, guesses: int, seconds: float) -> None:
-        self._last = guesses
+    def _with(self, plain: _Figure, draft_tokens: int, seconds: float) -> None:
+        self._last = draft_tokens
         if seconds < _STALE * plain.value:
             plain.add(seconds, self._steps)
-        ratio, figure = max(1.0, seconds / plain.value), self.ratios.get(guesses)
+        ratio, figure = max(1.0, seconds / plain.value), self.ratios.get(draft_tokens)
         if figure is None:
-            self.ratios[guesses] = _Figure(ratio, self._steps)
+            self.ratios[draft_tokens] = _Figure(ratio, self._steps)
             return
         if figure.sure and plain.sure and _FAR < ratio / figure.value < 1.0 / _FAR:
             plain.add(seconds / figure.value, self._steps)
@@ -124,8 +124,8 @@ class StepTimes:
     def __init__(self) -> None:
         self._steps: dict[int, _Steps] = {}
 
-    def observe(self, sequences: int, guesses: int, seconds: float) -> None:
-        self._steps.setdefault(rounded(sequences), _Steps()).observe(rounded(guesses), seconds)
+    def observe(self, sequences: int, draft_tokens: int, seconds: float) -> None:
+        self._steps.setdefault(rounded(sequences), _Steps()).observe(rounded(draft_tokens), seconds)
 
     def plain(self, sequences: int) -> float | None:
         """Seconds of a step of so many sequences without guesses, once that is known."""
@@ -152,14 +152,14 @@ class Curve:
         self._at = [0, *sorted(points)]
         self._values = [1.0, *(points[g] for g in self._at[1:])]
 
-    def __call__(self, guesses: int) -> float:
-        i = bisect_left(self._at, guesses)
+    def __call__(self, draft_tokens: int) -> float:
+        i = bisect_left(self._at, draft_tokens)
         if i == len(self._at):
-            return 1.0 + self._slope * guesses
-        if self._at[i] == guesses:
+            return 1.0 + self._slope * draft_tokens
+        if self._at[i] == draft_tokens:
             return self._values[i]
         (a, b), (low, high) = self._at[i - 1 : i + 1], self._values[i - 1 : i + 1]
-        return low + (high - low) * (guesses - a) / (b - a)
+        return low + (high - low) * (draft_tokens - a) / (b - a)
 
     @property
     def _slope(self) -> float:

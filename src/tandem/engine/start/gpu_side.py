@@ -6,13 +6,13 @@ import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from tandem.engine.expert_statistics import expert_placement
 from tandem.engine.start.gpu_device import planned_device
-from tandem.errors import EngineError
+from tandem.errors import ConfigError, EngineError
 from tandem.experts.deferral import who_defers
 from tandem.experts.handoff import Handoff
 from tandem.experts.handoff_counts import HandoffSizes
@@ -21,7 +21,7 @@ from tandem.experts.hybrid_store import HybridStore
 from tandem.experts.live.copies import CudaCopies, hold_all
 from tandem.experts.live.cost import READS_PER_EXCHANGE
 from tandem.experts.live.exchange import LiveExchange
-from tandem.experts.live.live_experts import LiveExperts, Usage
+from tandem.experts.live.live_experts import LiveExperts, UsageCounter
 from tandem.experts.live.policy import LivePolicy, PolicySettings
 from tandem.experts.placement import ExpertPlacement
 from tandem.experts.residency import Residency
@@ -65,6 +65,9 @@ class GpuSide:
 def gpu_side(plan: Plan, model: ModelConfig, cpu: CpuOps) -> GpuSide:
     """Raises ConfigError when PyTorch cannot use the GPU, or the placement's statistics do not fit the model."""
     assert plan.gpu is not None
+    if plan.gpu.stages:
+        why = "this measures one GPU; leave --pipeline-parallel-size out"
+        raise ConfigError(why, fields=("pipeline_parallel_size",))
     device = planned_device(plan.gpu)
     placement = expert_placement(plan.gpu, model)
     attention = attention_of(plan.gpu.attention, attention_shape(plan, model), device)
@@ -118,7 +121,7 @@ def registered(plan: Plan, side: GpuSide, progress: Progress | None = None) -> C
 
 
 def live_experts(
-    plan: Plan, side: GpuSide, usage: Usage[Any] | None, copies: CudaCopies | None = None
+    plan: Plan, side: GpuSide, usage: UsageCounter[Any] | None, copies: CudaCopies | None = None
 ) -> LiveExperts | None:
     """After the model was built; None where experts stay where they are. copies: as `registered` made them."""
     tables = side.store.tables
@@ -178,12 +181,25 @@ def without_stream(side: GpuSide) -> None:
         experts.stream = None
 
 
+class Held(Protocol):
+    """Changer of tables and slots between steps, as `LiveExperts` is."""
+
+    def hold(self) -> None:
+        """They stay as they are until `release`."""
+        ...
+
+    def release(self) -> None: ...
+
+
 class StepStart:
     """Hook that runs before a step of the engine, and before a pass that steps overtake."""
 
-    def __init__(self, ops: GpuOps, stream: ExpertStream | None, without_cpu: bool) -> None:
-        """without_cpu: no expert is in CPU memory."""
+    def __init__(
+        self, ops: GpuOps, stream: ExpertStream | None, without_cpu: bool, live: Held | None = None
+    ) -> None:
+        """without_cpu: no expert is in CPU memory; live: moves experts between steps."""
         self._ops, self._stream, self._alone, self._held = ops, stream, without_cpu, False
+        self._live = live
 
     def __call__(self, batch: ForwardBatch, captured: bool) -> None:
         """Beside a pass only graphs are replayed, for which nothing is prepared where passes can be."""
@@ -203,7 +219,9 @@ class StepStart:
         return self._ops.pausable
 
     def hold(self, batch: ForwardBatch, split: bool = False) -> bool:
-        """The ring is the pass's: no graph of a step uses it."""
+        """The ring is the pass's: no graph of a step uses it. Experts stay where they are until `release`."""
+        if self._live is not None:
+            self._live.hold()
         self._ops.begin_step(batch, False, beside=True)
         if self._stream is not None:
             self._stream.begin(len(batch.input_ids), layers=Layers.SPLIT if split else Layers.WHOLE)
@@ -212,6 +230,8 @@ class StepStart:
 
     def release(self) -> None:
         self._held = False
+        if self._live is not None:
+            self._live.release()
 
     def replayable(self, split: bool = False) -> bool:
         return split or self._stream is None or self._stream.holds_layers
@@ -226,8 +246,9 @@ class StepStart:
         return nullcontext() if self._stream is None else self._stream.recording(cuts)
 
 
-def begin_step(side: GpuSide, stream: ExpertStream | None) -> StepStart:
-    return StepStart(side.ops, stream, without_cpu=all(experts.cpu is None for experts in side.hybrids))
+def begin_step(side: GpuSide, stream: ExpertStream | None, live: Held | None = None) -> StepStart:
+    without_cpu = all(experts.cpu is None for experts in side.hybrids)
+    return StepStart(side.ops, stream, without_cpu, live)
 
 
 def handoff_sizes(plan: Plan, model: ModelConfig) -> HandoffSizes:

@@ -35,8 +35,6 @@ from tandem.engine.start.packed_start import PackedStart
 from tandem.engine.start.parts import EngineParts
 from tandem.engine.start.planning import plan_of, without_streams
 from tandem.engine.start.sampling_defaults import sampling_defaults
-from tandem.engine.text.chat_template import chat_template_text
-from tandem.engine.text.tokenizer import Tokenizer
 from tandem.experts import ExpertStore
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.flags.engine_config import EngineConfig
@@ -55,6 +53,8 @@ from tandem.planner.ranks.ranked import check_alone, own_side, ranked
 from tandem.planner.resolve import machine_refusals, resolve
 from tandem.spec.model_config import ModelConfig
 from tandem.spec.stored import StoredFormats
+from tandem.text.chat_template import chat_template_text
+from tandem.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from tandem.engine.ranks.leader import Leader
@@ -68,8 +68,8 @@ TURN_SECONDS = 5e-4
 def for_loading() -> Iterator[None]:
     """How Python runs meanwhile.
 
-    A checkpoint's headers are hundreds of thousands of objects, all of which stay: looking for garbage among them, as
-    Python does when many are made, took as long as making them. The threads that look up tensors take short turns: all
+    A checkpoint's headers are hundreds of thousands of objects, all of which stay. Python looks for garbage when many
+    are made; that took as long as making them. The threads that look up tensors take short turns: all
     workers stand still while the main thread, which gives them the next tensors, waits for the interpreter.
     """
     enabled, turn = gc.isenabled(), sys.getswitchinterval()
@@ -83,7 +83,7 @@ def for_loading() -> Iterator[None]:
             gc.enable()
 
 
-class Stored(NamedTuple):
+class StoredModelFiles(NamedTuple):
     """A model as its files are, before it is divided among ranks."""
 
     directory: Path
@@ -92,7 +92,7 @@ class Stored(NamedTuple):
     formats: StoredFormats
 
     @classmethod
-    def at(cls, config: EngineConfig, directory: Path) -> Stored:
+    def at(cls, config: EngineConfig, directory: Path) -> StoredModelFiles:
         """Raises CheckpointError, ConfigError."""
         model = with_draft_config(load_model_config(directory), config)
         checkpoint = with_experts(open_checkpoint(directory), config.kt_weight_path, model)
@@ -134,7 +134,7 @@ def load_parts(
         ThreadPoolExecutor(1, "tandem-gpus") as asking,
     ):
         whole = asking.submit(lambda: machine if config.device == "cpu" else machine.with_gpus())
-        stored = Stored.at(config, directory)
+        stored = StoredModelFiles.at(config, directory)
         plan = resolve(config, stored.model, whole.result(), stored.formats)
         model = ranked(config, stored.model, machine, stored.formats)[1]
         if planned is not None:
@@ -153,7 +153,7 @@ def load_rank(start: StartRank, rank: int) -> EngineParts:
     config, directory, machine = start.config, model_directory(start.config.model), these_cpus()
     if start.plan.gpu is not None:
         machine = machine.with_gpus()
-    stored = Stored.at(config, directory)
+    stored = StoredModelFiles.at(config, directory)
     own, model, machine = ranked(config, stored.model, machine, stored.formats, rank)
     plan = rank_plan(start.plan, own, machine)
     workers, meeting = planned_pool(plan), Meeting(rank, config.tensor_parallel_size, start.file)
@@ -172,7 +172,7 @@ def _loaded(
     config: EngineConfig,
     plan: Plan,
     model: ModelConfig,
-    stored: Stored,
+    stored: StoredModelFiles,
     workers: WorkerPool,
     packed: PackedStart,
     progress: models.Progress | None,
@@ -212,9 +212,11 @@ class Start:
     def cpu_parts(self) -> EngineParts:
         usage = expert_usage(self.config, self.plan, self.model_config)
         model = self.packed.built(lambda: self._model(self.ops, self.cpu_store(), usage))
-        return self._parts(model, usage)
+        return self.parts(model, usage)
 
     def gpu_parts(self) -> EngineParts:
+        if self.plan.gpu is not None and self.plan.gpu.stages:
+            return self.staged_parts()
         from tandem.engine.start.gpu_side import (  # Triton is there only where a GPU is
             begin_step,
             expert_stream,
@@ -231,7 +233,7 @@ class Start:
         gpu_experts = gpu.placement.gpu_experts
         usage = expert_usage(self.config, self.plan, self.model_config, gpu.ops.device, gpu_experts)
         self.packed.confirm()  # experts are copied to where they live
-        parts = self._parts(self._model(gpu.ops, self.gpu_store(gpu.store, gpu.handoff), usage), usage)
+        parts = self.parts(self._model(gpu.ops, self.gpu_store(gpu.store, gpu.handoff), usage), usage)
         order_posts(self.plan, gpu)
         copies = registered(self.plan, gpu, self.progress)
         live = live_experts(self.plan, gpu, usage, copies)
@@ -239,10 +241,30 @@ class Start:
         if self.meeting is not None and not self.meeting.agree("streams", stream is not None):
             without_stream(gpu)  # steps are as long as all ranks take them
             stream = None
-        parts = replace(parts, live=live, handoff=gpu.handoff, begin_step=begin_step(gpu, stream), group=group)
+        parts = replace(
+            parts, live=live, handoff=gpu.handoff, begin_step=begin_step(gpu, stream, live), group=group
+        )
         if stream is None:
             return replace(parts, plan=without_streams(self.config, self.plan))
         return replace(parts, stream_seconds=stream.step_seconds)
+
+    def staged_parts(self) -> EngineParts:
+        """Likewise, of layers on several GPUs."""
+        from tandem.engine.stages.sides import (  # which imports Triton
+            staged_parts,
+            staged_sides,
+            staged_usage,
+        )
+        from tandem.models.staged import StagedBuilder, StagedModel
+
+        sides = staged_sides(self.plan, self.model_config, self.ops)
+        usage = staged_usage(self.config, self.plan, self.model_config, sides)
+        self.packed.confirm()
+        builder = StagedBuilder(
+            sides.stages, self.model_config, self.plan, self.checkpoint, sides.stages[0].ops, self.progress,
+            sides.store, self.packed.cache, usage,
+        )  # fmt: skip
+        return staged_parts(self.parts(StagedModel(builder), usage), sides)
 
     def cpu_store(self) -> ExpertStore | None:
         """Where routed experts live without a GPU; None: where the operations compute. Benches have their own."""
@@ -258,7 +280,8 @@ class Start:
             self.model_config, self.plan, self.checkpoint, ops, self.progress, store, cache, usage
         )
 
-    def _parts(self, model: models.AnyModel, usage: ExpertUsage | None) -> EngineParts:
+    def parts(self, model: models.AnyModel, usage: ExpertUsage | None) -> EngineParts:
+        """Parts that every engine has."""
         recorder = expert_recorder(self.config, self.model_config, usage)
         return EngineParts(
             self.plan, self.model_config, model, self.tokenizer, self.ops.pool, usage, recorder

@@ -24,7 +24,6 @@ from rich.progress import (
 from tandem.checkpoint import demo_dir, resolve_model
 from tandem.engine.start.demo_model import prepare_demo
 from tandem.engine.start.planning import Planned, planned
-from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import CheckpointError, ConfigError, HubError
 from tandem.flags.engine_config import EngineConfig
 from tandem.hub.download import Download
@@ -34,6 +33,7 @@ from tandem.hub.names import HubName, hub_name
 from tandem.hub.remote import Hub, RemoteModel
 from tandem.hub.snapshot import find_snapshot, read_snapshot
 from tandem.kernels.this_machine import this_machine
+from tandem.text.tokenizer import Tokenizer
 
 LINES = 10  # that say how far a download is, where nobody watches a bar
 
@@ -169,7 +169,7 @@ def _progress(
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
     )  # fmt: skip
     total = sum(file.nbytes for file in files or ())
-    lines = _Lines(what, total, console)
+    lines = _FileLines(what, total, console)
     with Progress(
         *columns, console=console, transient=True, disable=not (console.is_terminal and files)
     ) as bar:
@@ -187,7 +187,7 @@ def _progress(
         yield download
 
 
-class _Lines:
+class _FileLines:
     """How far it is, now and then, where a bar cannot be drawn."""
 
     def __init__(self, what: str, total: int, console: Console) -> None:

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 from tandem.engine.cpu_runner import StepModel
 from tandem.engine.speculation.draft import Drafter
 from tandem.engine.step.hooks import StepHooks
-from tandem.engine.text.tokenizer import Tokenizer
 from tandem.experts.handoff import Handoff
 from tandem.experts.live.live_experts import LiveExperts
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.experts.usage.recorder import DETAILED, ExpertRecorder
+from tandem.models.staged import Stage
 from tandem.planner.cuda_graphs import split_sizes
 from tandem.planner.plan import Plan
 from tandem.spec.model_config import ModelConfig
+from tandem.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from tandem.engine.ranks.leader import Leader
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """`load_parts` (engine/loader.py) makes them from a config; tests build them by hand."""
+    """`load_parts` (engine/start/loader.py) makes them from a config; tests build them by hand."""
 
     plan: Plan
     model_config: ModelConfig
@@ -41,6 +42,7 @@ class EngineParts:
 
     leader: Leader | None = None  # of other ranks; None: this process has all of the model, or is not the first rank
     group: GpuGroup | None = None  # of the GPUs of several ranks
+    stages: tuple[Stage, ...] = ()  # of a model whose layers are divided among GPUs; (): they are not
 
     @property
     def prompts_alone(self) -> bool:

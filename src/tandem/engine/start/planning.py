@@ -19,7 +19,6 @@ from tandem.checkpoint.demo_text import CONFIG
 from tandem.checkpoint.elsewhere.drafts import draft_directory
 from tandem.checkpoint.glance.from_names import IndexNames, formats_from_names
 from tandem.engine.expert_statistics import expert_placement
-from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import ConfigError
 from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.this_machine import this_machine
@@ -31,6 +30,7 @@ from tandem.planner.plan import Plan
 from tandem.planner.resolve import machine_refusals, resolve
 from tandem.spec.model_config import ModelConfig
 from tandem.spec.stored import StoredFormat, StoredFormats
+from tandem.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,12 @@ from typing import Any
 
 from tandem.checkpoint import read_generation
 from tandem.engine.limits import validate
-from tandem.engine.protocol import SamplingParams
+from tandem.engine.protocol import SamplingSettings
+from tandem.engine.sampling.parameters import recommended
 from tandem.errors import CheckpointError, RequestError
 from tandem.flags.engine_config import EngineConfig
 
-FIELDS = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
+FIELDS = recommended()
 
 # What else generation_config.json may say of the choice of tokens, and its values that say nothing. Lengths
 # (`max_length`, `max_new_tokens`, `max_time`) are a request's, and the rest is about how Transformers computes.
@@ -46,7 +47,7 @@ def read_sampling_defaults(directory: Path) -> dict[str, float]:
         penalties = {name: value for name, value in numbers.items() if name == "repetition_penalty"}
         numbers = {"temperature": 0.0, **penalties}
     try:
-        validate(SamplingParams(**numbers), vocab_size=0)
+        validate(SamplingSettings(**numbers), vocab_size=0)
     except RequestError as error:
         raise _wrong(directory, str(error)) from error
     return numbers

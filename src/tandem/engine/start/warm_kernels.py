@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tandem.engine.gpu_runner import GpuRunner
-from tandem.engine.protocol import SamplingParams
+from tandem.engine.protocol import SamplingSettings
 from tandem.engine.sampling.masks import RowMasks, bits_but
 from tandem.engine.sequence import Chunk, Sequence, Status
 from tandem.engine.start.parts import EngineParts
@@ -27,6 +27,7 @@ from tandem.engine.step.prefill import PausingModel
 from tandem.kernels.kernel_loads import kernel_loads
 from tandem.mechanisms.cost import cost_of
 from tandem.models.batch import ForwardBatch
+from tandem.models.staged import StagedModel, stage_of
 
 MOST_SECONDS = 3.0  # of a start, for kernels that a cache has
 STEP = 1.25  # between two numbers of rows
@@ -35,15 +36,15 @@ STREAMED_ROWS = 128, 1024  # each step takes as long as the bus needs for a laye
 
 _log = logging.getLogger(__name__)
 
-_ROW = SamplingParams(temperature=0.0)
+_ROW = SamplingSettings(temperature=0.0)
 _SAMPLINGS = (
     _ROW,
-    SamplingParams(),
-    SamplingParams(top_p=0.9, top_k=40),
-    SamplingParams(min_p=0.1, typical_p=0.9),
-    SamplingParams(top_k=1000, logprobs=5),
-    SamplingParams(temperature=0.0, logprobs=3),
-    SamplingParams(repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1, logit_bias={1: 1.0}),
+    SamplingSettings(),
+    SamplingSettings(top_p=0.9, top_k=40),
+    SamplingSettings(min_p=0.1, typical_p=0.9),
+    SamplingSettings(top_k=1000, logprobs=5),
+    SamplingSettings(temperature=0.0, logprobs=3),
+    SamplingSettings(repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1, logit_bias={1: 1.0}),
 )
 
 
@@ -70,12 +71,14 @@ class SomeLayers:
 
 
 def kinds_of_layers(model: Any, described: Rows[object]) -> list[int]:
-    """The first layer of each kind, and those whose choice of tokens it takes. described: layers' configurations."""
+    """The first layer of each kind on each GPU, and those whose choice of tokens it takes. described: layers'
+    configurations."""
     first: dict[object, int] = {}
     for index, layer in enumerate(described):
         experts = getattr(getattr(model.layers[index], "moe", None), "experts", None)
         sides = [getattr(experts, side, None) is None for side in ("gpu", "cpu")]
-        first.setdefault((_kind(layer), *sides), index)
+        device = model.stages[stage_of(model.stages, index)].device if isinstance(model, StagedModel) else None
+        first.setdefault((_kind(layer), *sides, device), index)
     sources = (_source(described[index]) for index in first.values())
     return sorted({*first.values(), *(each for each in sources if each is not None)})
 
@@ -174,7 +177,7 @@ def _run(runner: GpuRunner, parts: EngineParts, step: WarmStep, streamed: Rows[i
         chunk.sequence.status = Status.FINISHED  # other ranks forget it
 
 
-def _chunk(parts: EngineParts, length: int, sampling: SamplingParams) -> Chunk:
+def _chunk(parts: EngineParts, length: int, sampling: SamplingSettings) -> Chunk:
     """A chunk of a sequence whose pages are all page 0, before anybody uses that."""
     size, middle = parts.plan.page_size, parts.model_config.vocab // 2
     sequence = Sequence(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,13 +14,21 @@ from torch import Tensor
 from tandem.spec.state import Array, Pages, State, StateLayout
 
 
+class SlotMemory(Protocol):
+    """Slots of sequences, by their numbers: each can be copied into another."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, slot: int, /) -> Any: ...
+
+
 @dataclass(frozen=True, slots=True)
 class StateArrays:
     """arrays: for each state a tensor for each of its arrays; slots: uint8 [slots, bytes], all of a sequence's in one
     row, so that a snapshot is one copy. Page arrays are [pages, rows, …], slot arrays [slots, …] with a stride."""
 
     arrays: list[tuple[Tensor, ...]]
-    slots: Tensor
+    slots: SlotMemory
 
 
 def allocate(
@@ -40,7 +49,7 @@ def _of_state(
     if isinstance(state, Pages):
         pages = counts[1] if state.window else counts[0]
         return tuple(_page_array(layout, state, array, pages, device) for array in state.rows)
-    return tuple(_slot_array(layout, array, next(parts)) for array in state.slot_arrays(layout.guesses))
+    return tuple(_slot_array(layout, array, next(parts)) for array in state.slot_arrays(layout.draft_tokens))
 
 
 def _page_array(

@@ -94,8 +94,8 @@ class KVCache:
         return tree_pages
 
     def forget(self, pages: list[int]) -> None:
-        """Released pages of one sequence, in the order of its tokens, are found no more: from the end up to one that
-        others use, or from which another known prefix goes on."""
+        """Released pages of one sequence, in the order of its tokens, are found no more. That goes from the end up to
+        one that others use, or from which another known prefix goes on."""
         for page in reversed(pages):
             if self._users[page]:
                 return

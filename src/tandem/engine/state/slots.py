@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-from torch import Tensor
+from tandem.engine.state.arrays import SlotMemory
 
 
 class SlotPool:
@@ -15,7 +15,7 @@ class SlotPool:
     recently used one first, so they never keep one out.
     """
 
-    def __init__(self, memory: Tensor) -> None:
+    def __init__(self, memory: SlotMemory) -> None:
         """memory: uint8 [slots, bytes of one]."""
         self._memory = memory
         self.on_copy: Callable[[int, int], None] = lambda source, target: None

@@ -58,13 +58,13 @@ class StateStore:
         sequence.advance(len(cached) * self.pages.page_size)
         return True
 
-    def grow(self, sequence: Sequence, guesses: int = 0, left: int = 0) -> bool:
+    def grow(self, sequence: Sequence, draft_tokens: int = 0, left: int = 0) -> bool:
         """Pages for the tokens known now and so many guesses. False where fewer than `left` would be left for others;
         then nothing has changed."""
-        missing = sequence.pages_wanted(guesses) - sequence.num_pages
+        missing = sequence.pages_wanted(draft_tokens) - sequence.num_pages
         if missing > 0 and self.pages.available < missing + left:
             return False
-        if self._windows is not None and not self._windows.grow(sequence, sequence.total_len + guesses, left):
+        if self._windows is not None and not self._windows.grow(sequence, sequence.total_len + draft_tokens, left):
             return False
         if missing > 0:
             sequence.add_pages(self.pages.allocate(missing))

@@ -9,7 +9,7 @@ from tandem.spec.state import StateLayout
 
 
 class WindowPages:
-    """Beside each page of all tokens lies one of these, as long as a token may read it: number i of a sequence has
+    """Beside each page of all tokens lies one of these, as long as a token may read it. Number i of a sequence has
     tokens i * page and on in both.
 
     A page is free, in use, or idle: unused, but it lies beside a page of a known prefix. Such a prefix can be taken up

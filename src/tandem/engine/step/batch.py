@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tandem.engine.sequence import Chunk, Sequence
 from tandem.engine.vision.seen import seen_of, turns_of
-from tandem.models.batch import ForwardBatch, Seen
+from tandem.models.batch import ForwardBatch, ImageRowBatch
 
 
 class Axis(Enum):
@@ -84,7 +84,7 @@ class BatchSizes:
         return (counts[axis],)
 
 
-class _Span(NamedTuple):
+class _FieldSpan(NamedTuple):
     """A tensor's bytes."""
 
     first: int
@@ -102,7 +102,7 @@ class BatchLayout:
     def __init__(self, sizes: BatchSizes, names: Rows[str], *, aligned: int = 8, counted: bool = False) -> None:
         """names: of FIELDS, in their order. aligned: bytes that what has 32 bits begins at a multiple of. counted: an
         int32 more at the end, how many of the rows are a step's."""
-        self._spans: dict[str, _Span] = {}
+        self._spans: dict[str, _FieldSpan] = {}
         self.nbytes = 0
         for width in (torch.int64, torch.int32):
             self.nbytes = -(-self.nbytes // aligned) * aligned if width is torch.int32 else 0
@@ -115,7 +115,7 @@ class BatchLayout:
 
     def _add(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         first, self.nbytes = self.nbytes, self.nbytes + dtype.itemsize * int(np.prod(shape))
-        self._spans[name] = _Span(first, self.nbytes, dtype, shape)
+        self._spans[name] = _FieldSpan(first, self.nbytes, dtype, shape)
 
     def batch(self, memory: Tensor, **others: Tensor | None) -> ForwardBatch:
         """A batch whose tensors lie in uint8 [nbytes]. others: those that do not, or None in place of one that does."""
@@ -143,7 +143,7 @@ class _Numbers:
         return self._first
 
 
-class _Places:
+class _PagePlaces:
     """Where rows lie in pages of one kind: those of all tokens, or those of windows."""
 
     def __init__(self, page_size: int, max_step_tokens: int, windowed: bool, pinned: bool) -> None:
@@ -197,7 +197,7 @@ class BatchArrays:
         page_size: int,
         max_step_tokens: int,
         *,
-        guessing: bool = False,
+        speculative: bool = False,
         apart: bool = False,
         windowed: bool = False,
         each_row: bool = False,
@@ -211,9 +211,9 @@ class BatchArrays:
         them where they are. images_from: rows of rotary tables from there on are for pieces of images; 0: no sequence
         has any."""
         self._images_from = images_from
-        self._apart, self._guessing, self._each_row = apart, guessing, each_row
+        self._apart, self._speculative, self._each_row = apart, speculative, each_row
         kinds = (False, True) if windowed else (False,)
-        self._places = [_Places(page_size, max_step_tokens, kind, pinned) for kind in kinds]
+        self._places = [_PagePlaces(page_size, max_step_tokens, kind, pinned) for kind in kinds]
         self._input_ids, self._positions, self._logits_rows, self._seq_lens, self._slots, self._folded, self._sure = (
             _Numbers(name, max_step_tokens, pinned)
             for name in ("input_ids", "positions", "logits_rows", "seq_lens", "slots", "folded", "sure")
@@ -223,9 +223,9 @@ class BatchArrays:
 
     def fill(self, chunks: Rows[Chunk]) -> ForwardBatch:
         """The chunks in host memory; valid until the next `fill`."""
-        by_row = self._each_row or (self._apart and any(chunk.guesses for chunk in chunks))
+        by_row = self._each_row or (self._apart and any(chunk.draft_tokens for chunk in chunks))
         sequences = sum(chunk.length for chunk in chunks) if by_row else len(chunks)
-        folds = self._guessing and (self._each_row or not all(map(_settled, chunks)))
+        folds = self._speculative and (self._each_row or not all(map(_settled, chunks)))
         for places in self._places:
             places.begin(chunks, sequences)
         s = row = logits = 0
@@ -299,7 +299,7 @@ def counted(first: int, count: int) -> npt.NDArray[np.int64] | int:
 
 def _settled(chunk: Chunk) -> bool:
     """It neither guesses nor follows guesses: its slot's folds hold all that is computed."""
-    return not chunk.guesses and chunk.sequence.folded_len == chunk.sequence.computed_len
+    return not chunk.draft_tokens and chunk.sequence.folded_len == chunk.sequence.computed_len
 
 
 class SequenceRows(NamedTuple):
@@ -353,17 +353,17 @@ def moved(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
     return replace(batch, **copies)
 
 
-def seen_on(images: Seen, device: torch.device) -> Seen:
+def seen_on(images: ImageRowBatch, device: torch.device) -> ImageRowBatch:
     """A copy, where it is not there yet."""
     rows, features, places = (tensor.to(device) for tensor in (images.rows, images.features, images.places))
-    return Seen(rows, features, places, images.first)
+    return ImageRowBatch(rows, features, places, images.first)
 
 
 def to_gpu(image: Tensor, target: Tensor) -> None:
     """A batch's image in pinned memory, uint8 [4 n], becomes the batch on the GPU. It stays as it is until the GPU has
     read it. On a CPU, a plain copy."""
     if target.is_cuda:
-        from tandem.kernels.gpu.memory import pinned  # Triton is there only where a GPU is used
+        from tandem.kernels.gpu import pinned  # Triton is there only where a GPU is used
 
         pinned.read(image, target)
     else:

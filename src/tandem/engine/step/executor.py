@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 from tandem.engine.sequence import Chunk
 from tandem.engine.step.prefill import PrefillTask
-from tandem.engine.step.step import Step, StepOutput
+from tandem.engine.step.step import Running, Step, StepOutput
 
 
 class Executor(Protocol):
     """One step at a time, and beside it one prefill task at most."""
 
-    def run(self, step: Step, host_work: Callable[[], None]) -> StepOutput:
-        """Logits rows of all chunks, in order. host_work: called while a device computes a step without prefills, once
-        the CPU has done its part; elsewhere it is not called."""
+    def start(self, step: Step, overlaps: bool = False) -> Running[StepOutput]:
+        """Starts a step: its output has logits rows of all chunks, in order. When this returns, a device may still
+        compute, but the CPU has done its part. overlaps: the host gives pieces of a prefill task until the result."""
         ...
 
     def settled(self, tokens: int) -> None:
@@ -33,10 +31,6 @@ class Executor(Protocol):
 
     def step_ended(self) -> bool:
         """Whether the device has computed the step that was given last."""
-        ...
-
-    def side_stream(self) -> AbstractContextManager[None]:
-        """Around what a device computes while steps go on."""
         ...
 
     def after_failure(self) -> None:

@@ -1,8 +1,8 @@
 """`PrefillOverlap`: prompts that are computed between steps of those who decode, a slice at a time.
 
 A step of decoding rows and a slice take turns, so a reader waits for both, and never for a whole chunk. A slice is as
-many layers as fit into a share of a decoding step's time. Where a device computes, it is as many as keep it busy, and
-the host gives them while the device is busy with a step: the end of one chunk and the begin of the next, too.
+many layers as fit into a share of a decoding step's time. Where a device computes, it is as many as keep it busy. The
+host launches them while the device is busy with a step: the end of one chunk and the begin of the next, too.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Chunk
 from tandem.engine.step.executor import Executor
 from tandem.engine.step.prefill import FailedPieces, HostPlace, PrefillTask
-from tandem.engine.step.step import Ran, Step, StepOutput
+from tandem.engine.step.step import Step, StepOutput, StepResult
 
 _log = logging.getLogger(__name__)
 
-Tried = Callable[[list[Chunk], Callable[[], StepOutput | None]], Ran]
+Tried = Callable[[list[Chunk], Callable[[], StepOutput | None]], StepResult]
 """Runs a slice of these chunks, and settles them where it was the last."""
 
 

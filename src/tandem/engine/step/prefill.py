@@ -54,7 +54,7 @@ class PausingModel(Protocol):
 States = Rows[tuple[Tensor, ...]]
 
 
-class Pieces(Protocol):
+class PrefillPieces(Protocol):
     """Pieces of a chunk, which are given to a device in their order."""
 
     @property
@@ -155,7 +155,7 @@ def in_layers(
     return model.logits(p, states)
 
 
-class Place(Protocol):
+class PrefillPlace(Protocol):
     """Where a task's pieces are computed."""
 
     @property
@@ -175,7 +175,7 @@ class Place(Protocol):
         ...
 
     def logits(self, logits: Tensor, best: Tensor) -> Logits:
-        """Logits of `Pieces.result`."""
+        """Logits of `PrefillPieces.result`."""
         ...
 
 
@@ -204,14 +204,15 @@ class GpuPlace:
     overlaps = True
 
     def __init__(
-        self, start: StepHooks, streams: Streams, usage: ExpertUsage | None, rows: HostRows, spares: bool = False
+        self, start: StepHooks, streams: Streams, usage: ExpertUsage | None, rows: HostRows, reserve_sms: bool = False
     ) -> None:
-        """start: held. spares: as `Streams.side_stream`."""
-        self._start, self._streams, self._usage, self._rows, self._spares = start, streams, usage, rows, spares
+        """start: held. reserve_sms: as `Streams.side_stream`."""
+        self._start, self._streams, self._usage, self._rows = start, streams, usage, rows
+        self._reserve_sms = reserve_sms
         self.in_flight = InFlight(torch.device("cuda"))
 
     def entered(self) -> AbstractContextManager[None]:
-        return self._streams.side_stream(False, self._spares)
+        return self._streams.side_stream(False, self._reserve_sms)
 
     def leave(self) -> None:
         self._start.release()
@@ -229,7 +230,7 @@ class GpuPlace:
 class PrefillTask:
     """Pieces are layers, and the logits at the end. Of a task whose place overlaps, a piece is only given."""
 
-    def __init__(self, pieces: Pieces, place: Place, feeder: Feeder | None = None) -> None:
+    def __init__(self, pieces: PrefillPieces, place: PrefillPlace, feeder: Feeder | None = None) -> None:
         """feeder: gives the pieces; None: whoever asks to go on does."""
         self._pieces, self._place, self._feeder, self._next = pieces, place, feeder, 0
         if feeder is not None:
@@ -280,7 +281,7 @@ class PrefillTask:
         return self._place.logits(*result)
 
     def drop(self) -> None:
-        """No piece follows. Waits as `Place.leave`."""
+        """No piece follows. Waits as `PrefillPlace.leave`."""
         if self._feeder is not None:
             self._feeder.stop()
         self._place.leave()

@@ -1,5 +1,5 @@
-"""`Step`: chunks that the model runs at once. `StepOutput`: the chunks as they were run, and their logits. `Turn`: the
-tokens that one sequence gets in one step.
+"""`Step`: chunks that the model runs at once. `Running`: a step that was started. `StepOutput`: the chunks as they were
+run, and their logits. `SequenceOutput`: the tokens that one sequence gets in one step.
 
 The rule that chooses a token sees the sequence as it is when that token's turn comes, all tokens before it appended. So
 a guess decides only whether the row is there already: whatever a request asks for is done as without guesses.
@@ -10,13 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from types import TracebackType
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
 from tandem.engine.protocol import TokenOutput
 from tandem.engine.sampling.logits import Logits
 from tandem.engine.sequence import Chunk, Sequence
+
+Output = TypeVar("Output")
+Changed = TypeVar("Changed")
 
 HasNewRequest = Callable[[], bool]
 """Says whether a request has arrived that waits for the step under way."""
@@ -46,7 +50,7 @@ class Step:
 
     @property
     def has_drafts(self) -> bool:
-        return any(chunk.guesses for chunk in self.chunks)
+        return any(chunk.draft_tokens for chunk in self.chunks)
 
     @property
     def shrinks(self) -> bool:
@@ -63,6 +67,44 @@ class StepOutput(NamedTuple):
 
     step: Step
     logits: Logits
+
+
+def _nothing() -> None:
+    """Cancels a step that computes nothing before its result is wanted."""
+
+
+class Running(Generic[Output]):
+    """A step under way. As a context: where an error leaves it before the result, the step is cancelled, so that no
+    device waits for what does not come."""
+
+    __slots__ = ("_cancel", "_finish")
+
+    def __init__(self, finish: Callable[[], Output], cancel: Callable[[], None] = _nothing) -> None:
+        """finish: waits for the device, and returns the output. cancel: lets the device end, without a result."""
+        self._finish, self._cancel = finish, cancel
+
+    def result(self) -> Output:
+        """Output of the step, once. Raises what ended it."""
+        self._cancel = _nothing
+        return self._finish()
+
+    def then(self, change: Callable[[Output], Changed]) -> Running[Changed]:
+        """The same step with another form of its output."""
+        return Running(lambda: change(self.result()), self.cancel)
+
+    def cancel(self) -> None:
+        """Ends it. Nothing happens where the result has been asked for."""
+        cancel, self._cancel = self._cancel, _nothing
+        cancel()
+
+    def __enter__(self) -> Running[Output]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.cancel()
 
 
 class ShrinkingStep:
@@ -89,17 +131,17 @@ class ShrinkingStep:
         return True
 
 
-class Turn:
+class SequenceOutput:
     """`row`: of the step's logits, the one that the next token is chosen from."""
 
-    __slots__ = ("_guesses", "_outputs", "chunk", "first_position", "first_row", "row", "tokens")
+    __slots__ = ("_draft_tokens", "_outputs", "chunk", "first_position", "first_row", "row", "tokens")
 
     def __init__(self, chunk: Chunk, first_row: int, row: int) -> None:
         """first_row: of the step's rows, the chunk's first; row: of the step's logits. Made before any token is
         chosen."""
         self.chunk, self.first_row, self.row = chunk, first_row, row
         self.first_position = chunk.sequence.computed_len
-        self._guesses = iter(chunk.guesses)
+        self._draft_tokens = iter(chunk.draft_tokens)
         self._outputs: list[TokenOutput] = []
         self.tokens = 0  # that it has got
 
@@ -117,7 +159,7 @@ class Turn:
         self.tokens += 1
         self.row += 1
         self.end(output)
-        return output.finish_reason is None and next(self._guesses, None) == token_id
+        return output.finish_reason is None and next(self._draft_tokens, None) == token_id
 
     def end(self, output: TokenOutput) -> None:
         self._outputs.append(output)
@@ -133,20 +175,20 @@ class Turn:
         return range(self.first_row + self.rows, self.first_row + self.chunk.length)
 
 
-class Ran(NamedTuple):
+class StepResult(NamedTuple):
     """A step that has run: outputs of its sequences, and their turns; none where it failed."""
 
     outputs: list[TokenOutput]
-    turns: list[Turn]
+    turns: list[SequenceOutput]
     num_tokens: int = 0  # rows as they were run
 
 
-def turns_of(chunks: Rows[Chunk]) -> Iterator[Turn]:
+def turns_of(chunks: Rows[Chunk]) -> Iterator[SequenceOutput]:
     """In the order of the step's rows."""
     row = last = 0
     for chunk in chunks:
         last += chunk.logits
-        yield Turn(chunk, row, last - 1 - len(chunk.guesses))
+        yield SequenceOutput(chunk, row, last - 1 - len(chunk.draft_tokens))
         row += chunk.length
 
 

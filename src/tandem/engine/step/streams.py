@@ -32,16 +32,16 @@ _log = logging.getLogger(__name__)
 class Streams:
     """One for steps that are replayed and for choosing tokens, which has the right of way; one for all other steps.
     None: there is only one. A third one for passes beside which graphs are replayed, where some multiprocessors are
-    spared; it is the second one elsewhere."""
+    reserved; it is the second one elsewhere."""
 
-    def __init__(self, device: torch.device, overlap: bool, spared: int = 0) -> None:
-        """spared: multiprocessors that passes leave to steps."""
+    def __init__(self, device: torch.device, overlap: bool, reserved_sms: int = 0) -> None:
+        """reserved_sms: multiprocessors that passes leave to steps."""
         self.steps: torch.cuda.Stream | None = None
         self._others = self._passes = self.steps
-        self._spared = spared
+        self._reserved_sms = reserved_sms
         if overlap and device.type == "cuda":
             self.steps, self._others = _pair(device)
-            self._passes = spared_stream(device, spared) if spared else self._others
+            self._passes = reserved_stream(device, reserved_sms) if reserved_sms else self._others
 
     def enter(self) -> None:
         """Before anything is captured. This thread computes on the first one from now on."""
@@ -51,10 +51,10 @@ class Streams:
             torch.cuda.set_stream(self.steps)
 
     @contextmanager
-    def side_stream(self, after: bool = True, spares: bool = False) -> Iterator[None]:
+    def side_stream(self, after: bool = True, reserve_sms: bool = False) -> Iterator[None]:
         """after: what is computed here comes after all that the first stream was given until now. False: it needs
-        nothing of that, and a graph may be running there. spares: some multiprocessors, where that was asked for."""
-        stream = self._passes if spares else self._others
+        nothing of that, and a graph may be running there. reserve_sms: `reserved_sms` are left to steps, if any."""
+        stream = self._passes if reserve_sms else self._others
         if stream is None:
             yield
             return
@@ -63,9 +63,15 @@ class Streams:
         with torch.cuda.stream(stream):
             yield
 
-    def cut(self, spares: bool) -> AbstractContextManager[None]:
+    def join(self) -> None:
+        """The first stream goes on after all that was computed aside."""
+        for stream in (self._others, self._passes):
+            if stream is not None and self.steps is not None:
+                self.steps.wait_stream(stream)
+
+    def cut(self, reserve_sms: bool) -> AbstractContextManager[None]:
         """Around the capture of what is replayed there: products are cut for its multiprocessors."""
-        return products_leave(self._spared if spares else 0)
+        return products_leave(self._reserved_sms if reserve_sms else 0)
 
     def finish(self) -> None:
         """Waits for what was computed aside."""
@@ -81,7 +87,7 @@ def _pair(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
 
 
 @cache
-def spared_stream(device: torch.device, count: int, driver: Any = None) -> torch.cuda.Stream:
+def reserved_stream(device: torch.device, count: int, driver: Any = None) -> torch.cuda.Stream:
     """Stream that leaves multiprocessors alone, one of a process, like the others. count: multiprocessors that are left
     alone, at least; the GPU divides them in groups of its own. driver: `cuda.bindings.driver`, or what stands for it in
     a test. Raises EngineError where the driver is too old, or the GPU too small."""
@@ -96,7 +102,7 @@ def spared_stream(device: torch.device, count: int, driver: Any = None) -> torch
 @contextmanager
 def products_leave(count: int) -> Iterator[None]:
     """Gives library products that are captured meanwhile `count` blocks fewer. Blocks for a whole GPU would take two
-    rounds: half of the experts on an H100, 16 spared, prompts at 0.74 of their speed in place of 0.67."""
+    rounds: half of the experts on an H100, 16 reserved, prompts at 0.74 of their speed in place of 0.67."""
     leave = getattr(torch._C, "_set_sm_carveout_experimental", None)
     if leave is None or not count:
         yield
@@ -113,7 +119,7 @@ def _create(driver: Any, number: Any, count: int) -> int:
     whole = _called(driver, "cuDeviceGetDevResource", number, kind)
     if not 0 < count < whole.sm.smCount:
         raise EngineError(
-            f"--spared-multiprocessors {count}: this GPU has {whole.sm.smCount}; give fewer, or leave it out"
+            f"--prefill-reserved-sms {count}: this GPU has {whole.sm.smCount}; give fewer, or leave it out"
         )
     _, _, rest = _called(driver, "cuDevSmResourceSplitByCount", 1, whole, 0, count)
     described = _called(driver, "cuDevResourceGenerateDesc", [rest], 1)
@@ -134,7 +140,7 @@ def _called(driver: Any, name: str, *arguments: Any) -> Any:
 
 def _refused(why: str) -> str:
     return (
-        f"--spared-multiprocessors: {why}. It needs CUDA 12.4 or newer, in the driver and in cuda-bindings; "
+        f"--prefill-reserved-sms: {why}. It needs CUDA 12.4 or newer, in the driver and in cuda-bindings; "
         "update them, or leave the flag out"
     )
 

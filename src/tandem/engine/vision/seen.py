@@ -11,16 +11,17 @@ from torch import Tensor
 
 from tandem.engine.vision.rows import ImageRows
 from tandem.engine.vision.spans import ImageSpan
-from tandem.models.batch import Seen
+from tandem.models.batch import ImageRowBatch
 
 
 class SequenceImages:
     """Features [rows, levels, hidden] of those that are ready and that rows still to be computed may ask for."""
 
-    __slots__ = ("features", "rows")
+    __slots__ = ("features", "least_rows", "rows")
 
     def __init__(self, rows: ImageRows) -> None:
         self.rows = rows
+        self.least_rows = 0  # fewer than so many are not computed before the next image is ready
         self.features: dict[int, Tensor] = {}  # by the image's number
 
     def missing(self, computed_len: int) -> tuple[int, ImageSpan] | None:
@@ -31,9 +32,13 @@ class SequenceImages:
         return next(((i, image) for i, image in left if image.end > computed_len and i not in self.features), None)
 
     def ready_len(self, computed_len: int, total_len: int) -> int:
-        """Up to where tokens can be computed."""
+        """Up to where tokens can be computed. Few rows in front of a missing image wait for it: a chunk for each of
+        many images would read all weights as often."""
         missing = self.missing(computed_len)
-        return total_len if missing is None else max(missing[1].first, computed_len)
+        if missing is None:
+            return total_len
+        ready = missing[1].first - computed_len
+        return computed_len + ready if ready >= max(1, self.least_rows) else computed_len
 
     def release(self, computed_len: int) -> None:
         """Features that no row behind so many asks for."""
@@ -79,7 +84,7 @@ def _turns(chunk: LookingChunk) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.ascontiguousarray(images.rows.places(first, chunk.length)[:, 0])
 
 
-def seen_of(chunks: Rows[LookingChunk], turns: Tensor, region: int) -> Seen | None:
+def seen_of(chunks: Rows[LookingChunk], turns: Tensor, region: int) -> ImageRowBatch | None:
     """None where no row is a piece. turns: of the batch; pieces get theirs, from `region` on."""
     rows, features, places, at = list[Tensor](), list[Tensor](), list[Tensor](), 0
     for chunk in chunks:
@@ -94,4 +99,4 @@ def seen_of(chunks: Rows[LookingChunk], turns: Tensor, region: int) -> Seen | No
         return None
     which = torch.cat(rows)
     turns[which] = torch.arange(region, region + len(which))
-    return Seen(which, torch.cat(features), torch.cat(places), region)
+    return ImageRowBatch(which, torch.cat(features), torch.cat(places), region)

@@ -1,4 +1,4 @@
-"""`Copies`: how bytes get from CPU memory to the GPU and back beside the GPU's steps; `CudaCopies` does it.
+"""`ExchangeCopies`: how bytes get from CPU memory to the GPU and back beside the GPU's steps; `CudaCopies` does it.
 
 Memory is named by its address, and CUDA's driver is called directly. A copy between PyTorch's tensors on a stream of
 its own takes 25 us of the calling thread (measured on an H200).
@@ -24,7 +24,7 @@ from tandem.kernels.packed.experts import PackedExperts
 _log = logging.getLogger(__name__)
 
 
-class Copies(Protocol):
+class ExchangeCopies(Protocol):
     """Uploads keep their order, downloads keep theirs, and both wait for nothing but `follow`."""
 
     def hold(self, owner: object, address: int, nbytes: int) -> None:
@@ -132,10 +132,10 @@ def driver_functions() -> tuple[int, int]:
 
 
 def hold_all(
-    layers: Sequence[PackedExperts], copies: Copies, progress: Callable[[str, int, int], None] | None = None
+    layers: Sequence[PackedExperts], copies: ExchangeCopies, progress: Callable[[str, int, int], None] | None = None
 ) -> bool:
     """Lets DMA read and write the memory of all layers' experts; progress(what, bytes done, bytes in all). Where the
-    system refuses, the answer is False and experts travel through the driver's own buffers, for which steps wait: live
+    system refuses, the answer is False and experts travel through the driver's own buffers, for which steps wait. Live
     placement measures that, and rests where it does not pay."""
     memory = [layer.own_memory() for layer in layers]
     total, done, started = sum(nbytes for _, nbytes in memory), 0, perf_counter()

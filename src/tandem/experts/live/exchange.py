@@ -14,7 +14,7 @@ there:
 
 Each of these leaves a placement that is right. An error before the slot is touched drops the exchange. All that travel
 together end together: the tables are copied twice for all of them. C++ does the work for each, a piece at a time
-(`ExchangeTurn`): the engine's thread makes the copies while it waits for the step's last answer, and the thread that
+(`ExchangeTurn`): the engine's thread makes the copies while it waits for the step's last answer. The thread that
 answers changes places between two answers. What is left is done after the step, for a while.
 
 Memory: one spare place per layer on the CPU (1/128 or 1/512 of a layer), so a layer's exchanges follow each other. On
@@ -33,8 +33,8 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from tandem import _core
-from tandem.experts.live.copies import Copies
-from tandem.experts.live.policy import Exchange
+from tandem.experts.live.copies import ExchangeCopies
+from tandem.experts.live.virtual import Exchange
 from tandem.kernels.packed.experts import PackedExperts
 
 _log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class LiveExchange:
         self,
         layers: Sequence[LiveLayer | None],
         tables: Tables,
-        copies: Copies,
+        copies: ExchangeCopies,
         bytes_at_once: int,
         stages: int | None = None,
         meanwhile: Meanwhile = _nobody,

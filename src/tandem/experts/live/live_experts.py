@@ -10,6 +10,9 @@ Work has two places in a step:
   forgets experts that the step may still have used in CPU memory, asks, decides, chooses what travels next and notes
   what moved.
 
+While a prompt's pass is under way beside steps, exchanges are held: no table, slot or place that it reads may change.
+Counting and deciding go on.
+
 What takes longer than the GPU does is measured in both places. The exchanges' part is weighed against what they gain.
 """
 
@@ -25,7 +28,8 @@ from tandem import _core
 from tandem.errors import EngineError
 from tandem.experts.live.cost import READS_PER_EXCHANGE
 from tandem.experts.live.exchange import LiveExchange, Settled
-from tandem.experts.live.policy import Exchange, LivePolicy
+from tandem.experts.live.policy import LivePolicy
+from tandem.experts.live.virtual import Exchange
 from tandem.experts.usage.expert_usage import Change, Changes, Counted
 
 _log = logging.getLogger(__name__)
@@ -35,18 +39,18 @@ GIVE_UP = 32  # exchanges in vain
 OF_EXCHANGES = ("prepare", "begin", "end")  # the parts that take longer the more there are
 
 
-class Counts(Protocol):
-    """How often each expert was used, as of when it was asked."""
+class UseCounts(Protocol):
+    """In how many steps each expert was read, as of when it was asked. A long prompt's step reads nearly all, once."""
 
-    def tokens(self) -> Counted:
+    def reads(self) -> Counted:
         """Since the start, [layers, experts]; only differences mean something, modulo 2^32."""
         ...
 
 
-AnyCounts = TypeVar("AnyCounts", bound=Counts)
+AnyCounts = TypeVar("AnyCounts", bound=UseCounts)
 
 
-class Usage(Protocol[AnyCounts]):
+class UsageCounter(Protocol[AnyCounts]):
     """Interface of `experts.usage.ExpertUsage`."""
 
     swap_rests: int
@@ -80,9 +84,8 @@ class LiveTimes(NamedTuple):
     parts: dict[str, float]
 
 
-class _Asked(NamedTuple):
-    counts: Counts
-    tokens: int
+class _CountsAt(NamedTuple):
+    counts: UseCounts
     steps: int
 
 
@@ -90,6 +93,7 @@ def _over() -> bool:
     return True
 
 NOTHING_MOVES = -2  # no number of moves
+SETTLED = 2  # steps after which the GPU has done what an exchange gave it last
 
 
 class LiveExperts:
@@ -100,7 +104,7 @@ class LiveExperts:
         self,
         policy: LivePolicy,
         exchange: LiveExchange,
-        usage: Usage[Any],
+        usage: UsageCounter[Any],
         read_seconds: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
@@ -111,13 +115,14 @@ class LiveExperts:
         self._all_steps, self._exchanges, self._waited = 0, 0, 0.0  # since the start
         self._parts = {"ask": 0.0, "end": 0.0, "decide": 0.0, "prepare": 0.0, "begin": 0.0, "note": 0.0}
         self._exchanged_late = 0.0  # seconds of exchanges' pieces that are in `_spent` already
-        self._decision: _core.Meanwhile | None = None
+        self._decisions: list[_core.Meanwhile] = []
         self._decided, self._decided_late = 0.0, 0.0  # seconds that decisions took between layers
-        self._seen = usage.ask().tokens().copy()
-        self._asked: _Asked | None = None
+        policy.start(usage.ask().reads())
+        self._asked: _CountsAt | None = None
         self._looking = False
         self._made_last: list[Exchange] = []  # that the policy does not know of yet
-        self._tokens = self._steps = 0
+        self._steps = 0
+        self._held, self._written = False, -SETTLED  # the step in which an exchange gave the GPU something last
         self._in_vain = 0  # exchanges dropped since the last one that was made
         self._failed = False
 
@@ -150,26 +155,39 @@ class LiveExperts:
         """As `LiveExchange.moves`; always the same once moving has failed."""
         return NOTHING_MOVES if self._failed else self._exchange.moves()
 
+    @property
+    def settling(self) -> bool:
+        """Whether the GPU may still have to change slots or tables, in the order of its steps."""
+        return self._exchange.under_way or self._all_steps - self._written < SETTLED
+
+    def hold(self) -> None:
+        """Before a prompt's pass: what it reads stays as it is until `release`."""
+        self._held = True
+
+    def release(self) -> None:
+        self._held = False
+
     def beside_step(self) -> None:
-        if self._exchange.under_way:
+        if self._exchange.under_way and not self._held:
+            self._written = self._all_steps
             self._guarded("begin", self._exchange.begin, _over)
         if self._asked is not None:
             self._guarded("decide", partial(self._look, self._asked), _over)
 
-    def after_step(self, tokens: int, over: Callable[[], bool] = _over) -> None:
-        """tokens: that the step computed. over: whether the GPU has ended it meanwhile, and waits."""
-        self._tokens += tokens
+    def after_step(self, over: Callable[[], bool] = _over) -> None:
+        """over: whether the GPU has ended the step meanwhile, and waits."""
         self._steps += 1
         self._all_steps += 1
         if self._made_last:
             self._guarded("note", self._note, over)
         if self._steps >= self._policy.interval_steps:
             self._guarded("ask", self._ask, over)
-        if self._exchange.under_way:
+        if self._exchange.under_way and not self._held:
+            self._written = self._all_steps
             self._guarded("end", partial(self._move, self._exchange.end), over)
         if self._looking:
             self._guarded("decide", self._decide, over)
-        if self._exchange.waiting:
+        if self._exchange.waiting and not self._held:
             self._guarded("prepare", partial(self._move, self._exchange.prepare), over)
 
     def finish(self) -> None:
@@ -197,21 +215,21 @@ class LiveExperts:
             self._spent += seconds if part in OF_EXCHANGES else 0.0
 
     def _ask(self) -> None:
-        self._asked = _Asked(self._usage.ask(), self._tokens, self._steps)
-        self._tokens = self._steps = 0
+        self._asked = _CountsAt(self._usage.ask(), self._steps)
+        self._steps = 0
 
-    def _look(self, snapshot: _Asked) -> None:
+    def _look(self, snapshot: _CountsAt) -> None:
         self._asked, self._looking = None, True
         self._weigh()
-        self._decision = self._policy.look(snapshot.counts.tokens(), self._seen, snapshot.tokens, snapshot.steps)
-        self._exchange.meanwhile(self._decision)
+        self._decisions = self._policy.look(snapshot.counts.reads(), snapshot.steps)
+        for decision in self._decisions:
+            self._exchange.meanwhile(decision)
 
     def _decide(self) -> None:
         self._looking = False
-        if self._decision is not None:
-            self._decided += self._decision.seconds
-            self._decided_late += self._decision.late_seconds
-            self._decision = None
+        decisions, self._decisions = self._decisions, []
+        self._decided += sum(decision.seconds for decision in decisions)
+        self._decided_late += sum(decision.late_seconds for decision in decisions)
         self._policy.looked()
         self._usage.swap_rests = self._policy.rests
         self._exchange.add(self._policy.wanted())

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tandem.experts.streams.bus import Bus
-from tandem.spec.gpu_scratch import Ring
+from tandem.spec.gpu_scratch import StagingRing
 
 Run = tuple[int, int, int]
 """Where copied from, where to in a part of the ring, and bytes."""
@@ -46,7 +46,7 @@ class Deliveries:
     """Deliveries of one step at a time. They have numbers; part number % parts of the ring is theirs."""
 
     def __init__(
-        self, layers: Sequence[Travelling | None], ring: Ring, bus: Bus, device: torch.device
+        self, layers: Sequence[Travelling | None], ring: StagingRing, bus: Bus, device: torch.device
     ) -> None:
         self._layers, self._ring, self._bus = layers, ring, bus
         self._memory = torch.empty(ring.nbytes, dtype=torch.uint8, device=device)

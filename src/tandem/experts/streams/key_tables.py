@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tandem.kernels.gpu.memory import pinned
+from tandem.kernels.gpu import pinned
 
 UNKNOWN = -1  # no number of moves
 

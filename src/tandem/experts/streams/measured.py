@@ -11,14 +11,14 @@ from tandem.experts.streams.bus import Bus
 from tandem.experts.streams.stream import StreamedLayer, place_of
 from tandem.kernels.packed.experts import PackedExperts
 from tandem.planner.forecast.stream_rates import StreamRates
-from tandem.spec.gpu_scratch import Ring
+from tandem.spec.gpu_scratch import StagingRing
 
 FEW, MANY = 64, 256  # rows of the two steps that the CPU's time is read from
 REPEATS = 2  # after one that warms up; the best counts
 
 
 def measured_rates(
-    layers: Sequence[StreamedLayer], ring: Ring, bus: Bus, device: torch.device, top_k: int
+    layers: Sequence[StreamedLayer], ring: StagingRing, bus: Bus, device: torch.device, top_k: int
 ) -> StreamRates:
     """Rates of layers that have experts in CPU memory. `least_rows` is left for the caller."""
     largest = max(layers, key=lambda layer: layer.cpu.loaded)

@@ -31,16 +31,16 @@ from tandem.experts.streams.bus import Bus
 from tandem.experts.streams.deliveries import Deliveries, Run
 from tandem.experts.streams.key_tables import KeyTables
 from tandem.experts.streams.travel_order import TravelOrder
-from tandem.kernels.gpu.expert_rows import Between
+from tandem.kernels.gpu.expert_rows import ExpertActivation
 from tandem.kernels.gpu.experts import GpuExperts, PartialSums
 from tandem.kernels.gpu.panels import Panels
 from tandem.kernels.gpu.prompts.order import keyed
-from tandem.kernels.gpu.prompts.products import Part, PromptExperts
+from tandem.kernels.gpu.prompts.products import ExpertGroup, PromptExperts
 from tandem.kernels.gpu.prompts.unpack import Packed
 from tandem.kernels.ops import Routing
 from tandem.kernels.packed.experts import PackedExperts
 from tandem.planner.forecast.stream_rates import StreamRates
-from tandem.spec.gpu_scratch import MOST_SHARED_SECONDS, Ring
+from tandem.spec.gpu_scratch import MOST_SHARED_SECONDS, StagingRing
 
 NEARLY = 0.015  # shares that are so near to each other are the same: copies would be listed anew for little
 
@@ -51,7 +51,7 @@ class StreamedLayer:
 
     cpu: PackedExperts
     prompts: PromptExperts
-    residents: tuple[Part, ...]
+    residents: tuple[ExpertGroup, ...]
 
     @property
     def places(self) -> int:
@@ -86,7 +86,7 @@ def streamed_layer(
         return None
     if gpu is not None and gpu.prompts is None:
         return None
-    between = Between(cpu.width, cpu.activation)
+    between = ExpertActivation(cpu.width, cpu.activation)
     if cpu.biases is not None:
         between = between.biased(cpu.biases, device)
     gate_up, down = (Panels(*layout) for layout in cpu.layout())
@@ -124,7 +124,7 @@ class Cuts(Protocol):
         ...
 
 
-class Counts(Protocol):
+class PendingCounts(Protocol):
     """On their way."""
 
     def tokens(self) -> npt.NDArray[Any]:
@@ -139,7 +139,7 @@ class Followed(NamedTuple):
 
     moves: Callable[[], int | None] = _nothing
     served: Callable[[], float] = _nothing
-    ask: Callable[[], Counts] | None = None
+    ask: Callable[[], PendingCounts] | None = None
 
 
 class ExpertStream:
@@ -148,7 +148,7 @@ class ExpertStream:
     def __init__(
         self,
         layers: Sequence[StreamedLayer | None],
-        ring: Ring,
+        ring: StagingRing,
         bus: Bus,
         rates: StreamRates,
         device: torch.device,
@@ -159,7 +159,7 @@ class ExpertStream:
         width = max(layer.cpu.num_experts for layer in layers if layer)
         self._tables = KeyTables(len(layers), width, device)
         self._order = TravelOrder(layers)
-        self._asked: Counts | None = None  # after the last step in which experts travelled
+        self._asked: PendingCounts | None = None  # after the last step in which experts travelled
         self.deliveries = Deliveries(layers, ring, bus, device)
         self.holds_layers = ring.holds(max(layer.places for layer in layers if layer is not None))
         """Whether the ring holds all that a layer waits for, and the bus can go on meanwhile."""
@@ -250,21 +250,21 @@ class ExpertStream:
         layer = self._layers[index]
         return layer is not None and self.counts[index] < layer.places
 
-    def _parts(self, index: int, layer: StreamedLayer) -> list[Part]:
+    def _parts(self, index: int, layer: StreamedLayer) -> list[ExpertGroup]:
         numbers = self.deliveries.of(index)
         if self._cuts is None and (not numbers or numbers[0] != self.deliveries.taken):
             raise EngineError(f"layer {index} is not the one whose experts have been sent")
         return [self._part(i, i - numbers[0], layer) for i in numbers]
 
-    def _part(self, number: int, place: int, layer: StreamedLayer) -> Part:
+    def _part(self, number: int, place: int, layer: StreamedLayer) -> ExpertGroup:
         """place: among the layer's parts."""
         packed = Packed(self.deliveries.memory(number), layer.cpu.bytes_per_expert, 0)
         count, cuts = self.deliveries.count(number), self._cuts
         if cuts is None:
-            return Part(packed, count, partial(self.deliveries.arrive, number), partial(self._read, number))
+            return ExpertGroup(packed, count, partial(self.deliveries.arrive, number), partial(self._read, number))
         if place == 0 or self.holds_layers:
-            return Part(packed, count)
-        return Part(packed, count, lambda: cuts.cut(partial(self._pass_on, number)))
+            return ExpertGroup(packed, count)
+        return ExpertGroup(packed, count, lambda: cuts.cut(partial(self._pass_on, number)))
 
     def _read(self, number: int) -> None:
         self.deliveries.read(number)

@@ -57,7 +57,7 @@ class SideTotals(NamedTuple):
         return SideTotals(*(now - then for now, then in zip(self, before, strict=True)))
 
 
-class Asked:
+class CopiedCounts:
     """Counts as they were when somebody asked, on their way to the CPU; valid until `KEPT` more were asked for."""
 
     def __init__(self, arrays: Tensor) -> None:
@@ -67,7 +67,7 @@ class Asked:
         self._copied = arrays.data_ptr(), self._buffer.data_ptr(), arrays.nbytes
         self._arrived = torch.cuda.Event() if arrays.is_cuda else None
 
-    def ask(self, copy: Copy | None) -> Asked:
+    def ask(self, copy: Copy | None) -> CopiedCounts:
         if copy is None:
             self._buffer.copy_(self._source, non_blocking=True)
         else:
@@ -87,12 +87,18 @@ class Asked:
         counted: Counted = self.arrays()[_TOKENS]
         return counted
 
+    def reads(self) -> Counted:
+        """Steps since the start in which each expert got any token, passes beside steps left out; as `tokens`."""
+        arrays = self.arrays()
+        counted: Counted = arrays[_READS] + arrays[_SEEN]
+        return counted
+
 
 class ExpertUsage:
     """Counts of one model. One thread runs steps and reads.
 
-    On a GPU the arrays are int32 and may overflow: what counts is the difference between two readings, which is right
-    as long as no expert gets 2^31 tokens between them.
+    On a GPU the arrays are int32 and may overflow. What counts is the difference between two readings. It is right as
+    long as no expert gets 2^31 tokens between them.
     """
 
     def __init__(
@@ -123,16 +129,16 @@ class ExpertUsage:
         # is what was counted while they were there.
         self._left = np.zeros((2, layers), np.int64)
         self._news: list[
-            tuple[Asked, Changes]
+            tuple[CopiedCounts, Changes]
         ] = []  # moves that nothing knows of yet; counts are on their way
         self._moved: list[tuple[Ints, Ints]] = []  # changes [3, n], counts [3, n], since the last `read`
-        self._buffers: deque[Asked] = deque()
+        self._buffers: deque[CopiedCounts] = deque()
         self.copy: Copy | None = None  # None: PyTorch's, which takes longer
         # Experts that a pass has seen, and all before it; how many of its rows count, and where its layers do.
         self._beside: tuple[Tensor, Tensor, Tensor | None, list[Tally]] | None = None
         self.expert_bytes = torch.zeros(layers, dtype=torch.int64)
         self.swaps = 0
-        self.swap_rests = 0  # how often live placement paused because it did not pay
+        self.swap_rests = 0  # how often live placement went home because it did not pay
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -209,17 +215,17 @@ class ExpertUsage:
         self._lent = True
         return self._gpu_experts
 
-    def ask(self) -> Asked:
+    def ask(self) -> CopiedCounts:
         """Counts of the steps until now, which arrive beside the next one."""
         if len(self._buffers) < KEPT:
-            self._buffers.append(Asked(self._arrays))
+            self._buffers.append(CopiedCounts(self._arrays))
         else:
             if self._news and self._news[0][0] is self._buffers[0]:  # to be used again now
                 self._note_all()
             self._buffers.rotate(-1)
         return self._buffers[-1].ask(self.copy)
 
-    def moved(self, changes: Changes, swaps: int, now: Asked | None = None) -> None:
+    def moved(self, changes: Changes, swaps: int, now: CopiedCounts | None = None) -> None:
         """Experts are elsewhere from the next step on. What was counted until now counts for where they were. now: what
         was asked for after this step, if it was."""
         self.swaps += swaps

@@ -28,7 +28,7 @@ FILE_PREFIX = "expert_distribution_recorder_"  # SGLang's
 DETAILED = ("per_pass", "per_token")
 
 
-class Rows(NamedTuple):
+class RecordedRows(NamedTuple):
     """A step's rows of one sequence."""
 
     request: int  # its number
@@ -46,12 +46,12 @@ class RecorderOptions:
     gpu_experts: bool = False
 
 
-class _Pass(NamedTuple):
+class _RecordedPass(NamedTuple):
     """One step, in the modes that keep steps."""
 
     counts: Tensor  # int32 [layers, experts]
     gpu_experts: Tensor
-    rows: tuple[Rows, ...]
+    rows: tuple[RecordedRows, ...]
     chosen: Tensor | None
 
 
@@ -61,7 +61,7 @@ class _Book:
     def __init__(self, counts: Tensor, most_steps: int | None) -> None:
         self.counts = counts  # int64 [layers, experts]
         self.passes = self.tokens = 0
-        self.steps: deque[_Pass] = deque(maxlen=most_steps)
+        self.steps: deque[_RecordedPass] = deque(maxlen=most_steps)
 
     def add(self, later: _Book) -> None:
         self.counts = self.counts + later.counts
@@ -103,7 +103,7 @@ class ExpertRecorder:
         self._count(self._book)
         self.recording = False
 
-    def after_step(self, rows: Sequence[Rows], wrong: Sequence[int] = ()) -> None:
+    def after_step(self, rows: Sequence[RecordedRows], wrong: Sequence[int] = ()) -> None:
         """The model has run these rows. wrong: the numbers of others that it has run among them, which do not count."""
         if not self.recording or self._book is None:
             return
@@ -113,7 +113,7 @@ class ExpertRecorder:
         if self.options.mode in DETAILED:
             chosen = self._usage.chosen(count, wrong) if self.options.mode == "per_token" else None
             new = self._count(self._book).int()
-            self._book.steps.append(_Pass(new, self._usage.gpu_experts, tuple(rows), chosen))
+            self._book.steps.append(_RecordedPass(new, self._usage.gpu_experts, tuple(rows), chosen))
 
     def after_failure(self) -> None:
         """A step has failed: what it counted is no part of the next one."""
@@ -175,7 +175,7 @@ class ExpertRecorder:
         return whole
 
 
-def _by_pass(whole: UsageRecord, steps: Sequence[_Pass]) -> UsageRecord:
+def _by_pass(whole: UsageRecord, steps: Sequence[_RecordedPass]) -> UsageRecord:
     """With one entry for each step instead of their sum, and what is known of each token."""
     by_pass = replace(
         whole,

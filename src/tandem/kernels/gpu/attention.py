@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.batch_layout import KernelBatch
 from tandem.kernels.gpu.attention_decode import decode
 from tandem.kernels.gpu.attention_prefill import prefill
 from tandem.spec.gpu_scratch import DECODED_ROWS
@@ -19,7 +19,7 @@ class TritonAttention:
 
     pausable = True
 
-    def begin(self, batch: BatchLayout, captured: bool) -> None:
+    def begin(self, batch: KernelBatch, captured: bool) -> None:
         """Nothing is planned."""
 
     def __call__(
@@ -27,7 +27,7 @@ class TritonAttention:
         q: Tensor,
         k_pages: Tensor,
         v_pages: Tensor,
-        batch: BatchLayout,
+        batch: KernelBatch,
         scale: float,
         window: int,
         sinks: Tensor | None = None,

@@ -1,4 +1,4 @@
-"""`Attention`: what every attention backend of the GPU is, and the backends by name."""
+"""`AttentionBackend`: what every attention backend of the GPU is, and the backends by name."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from tandem.errors import ConfigError
-from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.batch_layout import KernelBatch
 from tandem.kernels.gpu.attention_flashinfer import AttentionShape, FlashInferAttention
 from tandem.kernels.gpu.attention_torch import TorchAttention
 
 
-class Attention(Protocol):
+class AttentionBackend(Protocol):
     """Attention over paged keys and values, as `Ops.attention`."""
 
     pausable: bool  # what a step plans is not kept: other steps may run between two layers of one
 
-    def begin(self, batch: BatchLayout, captured: bool) -> None:
+    def begin(self, batch: KernelBatch, captured: bool) -> None:
         """Before a step's layers run; captured: before a CUDA graph of so many rows is captured or replayed, or where
         such graphs may run beside it. The batch is the step's, in CPU memory."""
         ...
@@ -28,7 +28,7 @@ class Attention(Protocol):
         q: Tensor,
         k_pages: Tensor,
         v_pages: Tensor,
-        batch: BatchLayout,
+        batch: KernelBatch,
         scale: float,
         window: int,
         sinks: Tensor | None = None,
@@ -41,7 +41,7 @@ class Attention(Protocol):
 
 def attention_of(
     name: str, shape: AttentionShape | None = None, device: torch.device | None = None
-) -> Attention:
+) -> AttentionBackend:
     """shape and device: for those that plan. Raises ConfigError when the backend's package cannot be used."""
     if name == "triton":  # imported where it is used: Triton may be missing
         from tandem.kernels.gpu.attention import TritonAttention

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.batch_layout import KernelBatch
 from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.gpu.shared_memory import shared_bytes
 from tandem.spec.gpu_scratch import DECODE_PARTS
@@ -120,7 +120,7 @@ def _block_bytes(dim: int, stages: int) -> int:
 def decode(
     q: Tensor,
     pages: tuple[Tensor, Tensor],
-    batch: BatchLayout,
+    batch: KernelBatch,
     how: How,
     which: slice,
     out: Tensor,

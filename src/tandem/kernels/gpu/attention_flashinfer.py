@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tandem.errors import ConfigError, KernelError
-from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.batch_layout import KernelBatch
 
 WORKSPACE_BYTES = 128 << 20  # for partial sums; what FlashInfer's documentation advises
 
@@ -48,7 +48,7 @@ class FlashInferAttention:
         self._captured: dict[int, Any] = {}
         self._current = self._eager
 
-    def begin(self, batch: BatchLayout, captured: bool) -> None:
+    def begin(self, batch: KernelBatch, captured: bool) -> None:
         shape = self._shape
         self._current = self._of_graph(len(batch.seq_lens)) if captured else self._eager
         pages = (batch.seq_lens + (shape.page_size - 1)) // shape.page_size
@@ -66,7 +66,7 @@ class FlashInferAttention:
         q: Tensor,
         k_pages: Tensor,
         v_pages: Tensor,
-        batch: BatchLayout,
+        batch: KernelBatch,
         scale: float,
         window: int,
         sinks: Tensor | None = None,

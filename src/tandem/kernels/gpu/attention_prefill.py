@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.batch_layout import KernelBatch
 from tandem.kernels.gpu.attention_decode import LOG2_E, OF_SINKS, How
 from tandem.kernels.gpu.shared_memory import shared_bytes
 
@@ -23,7 +23,7 @@ SEQUENCES = 128  # looked through at a time by a tile that asks whose it is
 VARYING = ["window", "table_width", "first", "sequences"]
 
 
-class Tile(NamedTuple):
+class PrefillTile(NamedTuple):
     """rows: queries x heads of a group; stages: blocks of keys in shared memory at a time."""
 
     rows: int
@@ -36,9 +36,9 @@ class Tile(NamedTuple):
 
 
 TILES = (
-    Tile(128, 8, 3),
-    Tile(64, 4, 2),
-    Tile(64, 4, 1),
+    PrefillTile(128, 8, 3),
+    PrefillTile(64, 4, 2),
+    PrefillTile(64, 4, 1),
 )  # the fastest first; 129, 81 and 49 KB with heads of 128
 
 
@@ -140,7 +140,7 @@ def _prefill(q, k_pages, v_pages, tables, starts, positions, sinks, out, scale, 
     tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), real)
 
 
-def tile_of(device: torch.device, dim: int) -> Tile:
+def tile_of(device: torch.device, dim: int) -> PrefillTile:
     """The fastest tile that fits the GPU; the last one if none does."""
     return next((tile for tile in TILES if tile.shared_bytes(dim) <= shared_bytes(device)), TILES[-1])
 
@@ -148,7 +148,7 @@ def tile_of(device: torch.device, dim: int) -> Tile:
 def prefill(
     q: Tensor,
     pages: tuple[Tensor, Tensor],
-    batch: BatchLayout,
+    batch: KernelBatch,
     how: How,
     first: int,
     out: Tensor,

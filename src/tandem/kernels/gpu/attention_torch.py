@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from tandem.errors import ConfigError
-from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.batch_layout import KernelBatch
 
 EVERYTHING = (-1, -1)  # window of a single row: all keys are its past
 CAUSAL = (-1, 0)
@@ -30,7 +30,7 @@ class TorchAttention:
         """Raises ConfigError where PyTorch's function is missing or reads no pages."""
         self._attend = attend or _varlen_attn()
 
-    def begin(self, batch: BatchLayout, captured: bool) -> None:
+    def begin(self, batch: KernelBatch, captured: bool) -> None:
         """Nothing is planned."""
 
     def __call__(
@@ -38,7 +38,7 @@ class TorchAttention:
         q: Tensor,
         k_pages: Tensor,
         v_pages: Tensor,
-        batch: BatchLayout,
+        batch: KernelBatch,
         scale: float,
         window: int,
         sinks: Tensor | None = None,
@@ -58,7 +58,7 @@ class TorchAttention:
         self,
         q: Tensor,
         pages: tuple[Tensor, Tensor],
-        batch: BatchLayout,
+        batch: KernelBatch,
         which: slice,
         scale: float,
         window: int,

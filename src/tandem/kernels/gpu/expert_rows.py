@@ -151,7 +151,7 @@ def row_step(panels: Panels) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Between:
+class ExpertActivation:
     """Activation between an expert's products, and the biases that are added to them. These are float32 gate_up
     [E, 2 rows] and down [E, columns], of all experts, wherever they lie; None: nothing."""
 
@@ -165,7 +165,7 @@ class Between:
         """Rows of gate, and of up; without a gate halves of up."""
         return self.width if self.activation.gated else self.width // 2
 
-    def biased(self, biases: ExpertBiases, device: torch.device) -> Between:
+    def biased(self, biases: ExpertBiases, device: torch.device) -> ExpertActivation:
         """With these, of all experts, on the device."""
         gate_up = torch.cat((biases.gate, biases.up), 1)
         return replace(self, gate_up=gate_up.to(device), down=biases.down.to(device))
@@ -182,7 +182,7 @@ def slots_of(routing: Routing) -> Tensor:
 
 
 def gate_up(
-    x: Tensor, pool: Tensor, panels: Panels, stride: int, routing: Routing, between: Between
+    x: Tensor, pool: Tensor, panels: Panels, stride: int, routing: Routing, between: ExpertActivation
 ) -> Tensor:
     """The activation of every pair: x bfloat16 [T, depth], slots [T, k] -> bfloat16 [T * k, width]."""
     views = expert_views(pool, 0, panels)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.kernels.gpu.expert_rows import Between
+from tandem.kernels.gpu.expert_rows import ExpertActivation
 from tandem.kernels.gpu.mlp import activated, relu2
 from tandem.kernels.gpu.panels import (
     Panels,
@@ -200,7 +200,7 @@ def tile_step(panels: Panels) -> int:
 
 
 def gate_up(
-    x: Tensor, pool: Tensor, panels: Panels, stride: int, tiles: RowTiles, routing: Routing, between: Between
+    x: Tensor, pool: Tensor, panels: Panels, stride: int, tiles: RowTiles, routing: Routing, between: ExpertActivation
 ) -> Tensor:
     """As `expert_rows.gate_up`."""
     views = expert_views(pool, 0, panels)

@@ -12,14 +12,14 @@ from torch import Tensor
 from tandem.errors import KernelError
 from tandem.formats.codes import Weight
 from tandem.kernels.gpu import expert_rows, expert_tiles
-from tandem.kernels.gpu.expert_rows import Between
+from tandem.kernels.gpu.expert_rows import ExpertActivation
 from tandem.kernels.gpu.mma import expert_mma
 from tandem.kernels.gpu.panels import Panels
-from tandem.kernels.gpu.prompts.products import Part, PromptExperts, parts_of
+from tandem.kernels.gpu.prompts.products import ExpertGroup, PromptExperts, parts_of
 from tandem.kernels.gpu.uploads import Uploads
 from tandem.kernels.ops import ExpertBiases, Routing
 from tandem.kernels.packed.experts import ExpertWeights, PackedExperts
-from tandem.kernels.which import Reads, Way, gpu_way
+from tandem.kernels.which import ExpertPath, Reads, gpu_way
 
 SCRATCH_BYTES = 512 << 20  # of a step's pairs at a time: thousands of tokens, so that tiles are full
 
@@ -64,7 +64,7 @@ class GpuExperts:
     def __init__(
         self,
         new_packer: Callable[[], PackedExperts],
-        between: Between,
+        between: ExpertActivation,
         slot_of: Tensor,
         device: torch.device,
         tables: tuple[Tensor, Tensor] | None = None,
@@ -169,12 +169,12 @@ class GpuExperts:
         codes = self.prompts is not None and self.prompts.codes
         reads = Reads(self._mma, unpacks, self.step.each_row, codes)
         way = gpu_way(len(x), slots.numel(), len(self.slot_of), reads)
-        if way is Way.MMA:
+        if way is ExpertPath.MMA:
             return PartialSums(self._multiplied(x.contiguous(), routing, alone), None)
-        if way is Way.ROWS:
+        if way is ExpertPath.ROWS:
             return PartialSums(self._streamed(x, routing), slots)
-        if way in (Way.CODES, Way.PROMPTS) and self.prompts is not None:
-            at_once = self.slots if way is Way.CODES else self.prompts.at_once
+        if way in (ExpertPath.CODES, ExpertPath.PROMPTS) and self.prompts is not None:
+            at_once = self.slots if way is ExpertPath.CODES else self.prompts.at_once
             parts = parts_of(self.pool, self.stride, self.slots, at_once)
             return PartialSums(self.prompts(x, slots, routing, parts), None)
         each = self._tokens_at_once(x.shape[1], slots.shape[1])
@@ -187,7 +187,7 @@ class GpuExperts:
             expert_rows.combine(self._tiled(x[part], part_routing), slots[part], sums[part])
         return PartialSums(sums, None)
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[ExpertGroup]:
         """Parts of the pool that many rows are multiplied with at a time: expert n of all of them is in slot n."""
         return (
             [] if self.prompts is None else parts_of(self.pool, self.stride, self.slots, self.prompts.at_once)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.errors import KernelError
-from tandem.kernels.gpu.fixed.product import fixed_product
+from tandem.kernels.gpu.fixed_product import fixed_product
 from tandem.kernels.gpu.one_row import LARGE_ELEMENTS, after_norm, one_row, takes_norm
 from tandem.kernels.joined import Normed, Sum
 

@@ -15,6 +15,21 @@ __device__ inline u32 rounded_pair(float low, float high) {
 __device__ inline u16 rounded(float v) { return u16(rounded_pair(v, 0.0f)); }
 __device__ inline float as_bf16(float v) { return low_half(rounded_pair(v, 0.0f)); }
 
+// A word that another device, or the CPU, writes and reads: all that was written before it is seen with it.
+__device__ inline u32 read_word(const u32* p) {
+  u32 v;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ inline void write_word(u32* p, u32 v) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" : : "l"(p), "r"(v) : "memory");
+}
+__device__ inline u64 nanoseconds() {
+  u64 t;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+  return t;
+}
+
 // Overlapping kernels (kernels/gpu/overlap.py).
 __device__ inline void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900

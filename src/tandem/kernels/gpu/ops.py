@@ -12,17 +12,17 @@ from torch import Tensor
 
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.reference import decoded
-from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.batch_layout import KernelBatch
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.gpu import dense_codes, mlp, norm
 from tandem.kernels.gpu import rope as rotation
-from tandem.kernels.gpu.attention_backends import Attention, attention_of
+from tandem.kernels.gpu.attention_backends import AttentionBackend, attention_of
 from tandem.kernels.gpu.dense_codes import GpuCodes
-from tandem.kernels.gpu.expert_rows import Between
+from tandem.kernels.gpu.expert_rows import ExpertActivation
 from tandem.kernels.gpu.experts import GpuExperts, StepKind
 from tandem.kernels.gpu.linear import GpuLinear
-from tandem.kernels.gpu.memory.pinned import read_rows
 from tandem.kernels.gpu.mlp import GpuMLP
+from tandem.kernels.gpu.pinned import read_rows
 from tandem.kernels.gpu.uploads import uploaded
 from tandem.kernels.images import ByTorch
 from tandem.kernels.ops import (
@@ -31,7 +31,7 @@ from tandem.kernels.ops import (
     HeadNorms,
     Lookup,
     Recorded,
-    Rope,
+    RopeTables,
     Step,
     SureRead,
 )
@@ -54,7 +54,7 @@ class GpuOps:
         self,
         device: torch.device,
         cpu: CpuOps,
-        attention: Attention | None = None,
+        attention: AttentionBackend | None = None,
         deterministic: bool = False,
     ) -> None:
         """attention: Triton's where none is given. deterministic: a row has the same bits beside any others."""
@@ -66,8 +66,8 @@ class GpuOps:
         self.warm: set[object] = set()  # shapes whose kernels for prompts are compiled
         self._step, self.fixed = StepKind(each_row=deterministic), deterministic
 
-    def begin_step(self, batch: BatchLayout, captured: bool, beside: bool = False) -> None:
-        """As `Attention.begin`. beside: graphs may run beside it."""
+    def begin_step(self, batch: KernelBatch, captured: bool, beside: bool = False) -> None:
+        """As `AttentionBackend.begin`. beside: graphs may run beside it."""
         self._attention.begin(batch, captured or beside)
         self._step.captured = captured
 
@@ -119,7 +119,7 @@ class GpuOps:
         def packer() -> PackedExperts:
             return PackedExperts(self.cpu.workspace, 1, hidden, width, fmt, activation)
 
-        experts = GpuExperts(packer, Between(width, activation), slot_of, self.device, tables)
+        experts = GpuExperts(packer, ExpertActivation(width, activation), slot_of, self.device, tables)
         experts.step = self._step
         return experts
 
@@ -129,7 +129,7 @@ class GpuOps:
     def read_in_order(self, reads: Sequence[SureRead]) -> None:
         """Nothing is fetched ahead: a GPU's kernels hide their reads themselves."""
 
-    def record(self, step: Step, x: Tensor, batch: BatchLayout) -> tuple[Tensor, Recorded | None]:
+    def record(self, step: Step, x: Tensor, batch: KernelBatch) -> tuple[Tensor, Recorded | None]:
         """Calls the step. It is remembered as a CUDA graph, by whoever knows all of it (`engine/gpu_runner.py`)."""
         return step(x, batch), None
 
@@ -144,8 +144,8 @@ class GpuOps:
     def rope_store(
         self,
         qkv: Tensor,
-        rope: Rope,
-        batch: BatchLayout,
+        rope: RopeTables,
+        batch: KernelBatch,
         k_pages: Tensor,
         v_pages: Tensor,
         heads: int,
@@ -158,7 +158,7 @@ class GpuOps:
         q: Tensor,
         k_pages: Tensor,
         v_pages: Tensor,
-        batch: BatchLayout,
+        batch: KernelBatch,
         scale: float,
         window: int = 0,
         sinks: Tensor | None = None,

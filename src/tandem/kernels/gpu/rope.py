@@ -7,9 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.errors import KernelError
-from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.batch_layout import KernelBatch
 from tandem.kernels.gpu.overlap import begin, overlapped
-from tandem.kernels.ops import HeadNorms, Rope
+from tandem.kernels.ops import HeadNorms, RopeTables
 
 MANY_ROWS, AT_ONCE = 128, 8  # from so many rows on a program has eight heads, a warp each: the bits are the same
 SMALL = 128  # channels of a head for one warp
@@ -104,7 +104,7 @@ def _rope_store(qkv, cos, sin, turns, slots, k_pages, v_pages, q, q_norm, k_norm
 
 
 def rope_store(
-    qkv: Tensor, rope: Rope, batch: BatchLayout, pages: tuple[Tensor, Tensor], heads: int, norms: HeadNorms
+    qkv: Tensor, rope: RopeTables, batch: KernelBatch, pages: tuple[Tensor, Tensor], heads: int, norms: HeadNorms
 ) -> Tensor:
     """As `Ops.rope_store`."""
     kv_heads, dim = pages[0].shape[2:]

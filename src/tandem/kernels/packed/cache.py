@@ -42,7 +42,7 @@ class PackedCache:
         self._file: PackedFile | None = None
         self._verification: Verification | None = None  # of what nobody has confirmed yet
         self._adopted: dict[str, Packed] = {}
-        self._writing: _Writing | None = None
+        self._writing: _PackedWriting | None = None
 
     @property
     def mapped(self) -> bool:
@@ -128,7 +128,7 @@ class PackedCache:
             return
         if self._writing is None:
             self.confirm(lambda _done, _total: None)  # what is written once more gets new checksums
-            self._writing = _Writing(self.path, self._pool, self._say)
+            self._writing = _PackedWriting(self.path, self._pool, self._say)
             if self._file is not None:
                 self._say(f"packed cache: {self.path} lacks {name}; it is written again")
                 for other, packed_weights in self._adopted.items():
@@ -161,7 +161,7 @@ class KeptLayer:
         self.cache.keep(self.name, experts)
 
 
-class _Writing:
+class _PackedWriting:
     """A thread that writes what it is given. After the first failure (a full disk) it says so and does nothing more."""
 
     def __init__(self, path: Path, pool: _core.WorkerPool, say: Say) -> None:

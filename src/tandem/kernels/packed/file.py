@@ -2,7 +2,7 @@
 
     0     magic, offset and length of the table, XXH64 of the table; zeros to 4096
     4096  sections: each begins at a multiple of 2 MiB (64 bytes if it is smaller than that)
-    …     the table: msgpack of `Table`
+    …     the table: msgpack of `SectionTable`
 
 A block's checksum is its XXH3, that of one below 241 bytes its XXH64. The head is written last, into a file of another
 name that is then renamed: a file of the right name is whole. Every byte of every section is covered by the checksum of
@@ -31,7 +31,7 @@ BLOCK_BYTES = 1 << 20
 HUGE_PAGE, LINE = 2 << 20, 64
 
 
-class Part(msgspec.Struct, frozen=True):
+class FileRange(msgspec.Struct, frozen=True):
     """A range of bytes of the file and the checksum of each BLOCK_BYTES of it."""
 
     offset: int
@@ -45,10 +45,10 @@ class Section(msgspec.Struct, frozen=True):
     name: str
     formats: tuple[tuple[str, int, str], ...]  # format, group, scale type of each matrix
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[FileRange, ...]
 
 
-class Table(msgspec.Struct, frozen=True):
+class SectionTable(msgspec.Struct, frozen=True):
     """Table of a file: its sections, and what it was made from (`key`, with `about` for people)."""
 
     key: str
@@ -70,7 +70,7 @@ class PackedFile:
             self.mapped = _core.MappedFile(file.fileno(), self.nbytes)
         self.sections = {section.name: section for section in self.table.sections}
 
-    def _read_table(self, file: BinaryIO) -> Table:
+    def _read_table(self, file: BinaryIO) -> SectionTable:
         head = file.read(HEAD.size)
         if len(head) < HEAD.size or not head.startswith(MAGIC):
             raise self._wrong("is no file of packed weights")
@@ -82,11 +82,11 @@ class PackedFile:
         if checksum_of(data) != checksum:
             raise self._wrong("has a damaged table")
         try:
-            return msgspec.msgpack.decode(data, type=Table)
+            return msgspec.msgpack.decode(data, type=SectionTable)
         except msgspec.MsgspecError as error:
             raise self._wrong(f"has a table of another version ({error})") from error
 
-    def check(self, pool: _core.WorkerPool, parts: list[Part], in_place: bool) -> None:
+    def check(self, pool: _core.WorkerPool, parts: list[FileRange], in_place: bool) -> None:
         """Reads these once, on all workers. CheckpointError for the first damage.
 
         in_place: in the mapping, whose pages are there for use afterwards; else through small buffers, and nothing is
@@ -109,7 +109,7 @@ class PackedFile:
         parts = ((section.name, part) for section in self.table.sections for part in section.parts)
         return next(name for name, part in parts if 0 <= offset - part.offset < part.nbytes)
 
-    def view(self, part: Part) -> memoryview:
+    def view(self, part: FileRange) -> memoryview:
         if part.offset < 0 or part.nbytes < 0 or part.nbytes > self.nbytes - part.offset:
             raise self._wrong("has a table that points outside of it")
         return self.mapped.view(part.offset, part.nbytes)
@@ -158,11 +158,11 @@ class PackedWriter:
     ) -> None:
         self._sections.append(Section(name, formats, shape, tuple(map(self._write_part, data))))
 
-    def _write_part(self, data: memoryview) -> Part:
+    def _write_part(self, data: memoryview) -> FileRange:
         boundary = HUGE_PAGE if data.nbytes >= HUGE_PAGE else LINE
         offset = -(-self._end // boundary) * boundary
         self._write(offset, data)
-        return Part(offset, data.nbytes, tuple(checksums_of(self._pool, data)))
+        return FileRange(offset, data.nbytes, tuple(checksums_of(self._pool, data)))
 
     def _write(self, offset: int, data: memoryview | bytes) -> None:
         self._file.seek(offset)
@@ -173,7 +173,7 @@ class PackedWriter:
 
     def finish(self, key: str, about: str) -> int:
         """Table, head, rename. Returns the bytes of the file."""
-        table = msgspec.msgpack.encode(Table(key, about, tuple(self._sections)))
+        table = msgspec.msgpack.encode(SectionTable(key, about, tuple(self._sections)))
         offset = self._end
         self._write(offset, table)
         end = self._end

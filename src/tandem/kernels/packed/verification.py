@@ -11,7 +11,7 @@ from threading import Event, Thread
 
 from tandem._core import WorkerPool
 from tandem.errors import CheckpointError
-from tandem.kernels.packed.file import BLOCK_BYTES, PackedFile, Part
+from tandem.kernels.packed.file import BLOCK_BYTES, FileRange, PackedFile
 
 VERIFY_BYTES = 1 << 30  # checked between two reports of progress
 READ_AHEAD_BYTES = 64 << 20
@@ -48,7 +48,7 @@ class Verification:
         """Nobody wants to know any more: nothing new is begun."""
         self._stopped.set()
 
-    def _check(self, batch: list[Part]) -> int:
+    def _check(self, batch: list[FileRange]) -> int:
         if self._stopped.is_set():
             raise CheckpointError(f"{self.file.path} was not verified")
         try:
@@ -59,18 +59,18 @@ class Verification:
         return sum(part.nbytes for part in batch)
 
 
-def _pieces(part: Part) -> Iterator[Part]:
+def _pieces(part: FileRange) -> Iterator[FileRange]:
     """The part in pieces of at most VERIFY_BYTES; an empty part has none."""
     blocks = VERIFY_BYTES // BLOCK_BYTES
     for first in range(0, part.nbytes, VERIFY_BYTES):
         index = first // BLOCK_BYTES
         length = min(VERIFY_BYTES, part.nbytes - first)
-        yield Part(part.offset + first, length, part.checksums[index : index + blocks])
+        yield FileRange(part.offset + first, length, part.checksums[index : index + blocks])
 
 
-def _batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
+def _batches(parts: Iterable[FileRange]) -> Iterator[list[FileRange]]:
     """Their pieces, VERIFY_BYTES or more together: workers wait for each other only once in a batch."""
-    batch: list[Part] = []
+    batch: list[FileRange] = []
     for piece in chain.from_iterable(map(_pieces, parts)):
         batch.append(piece)
         if sum(piece.nbytes for piece in batch) >= VERIFY_BYTES:

@@ -16,7 +16,7 @@ class Group(Protocol):
 
     def sum(self, rows: Tensor) -> Tensor:
         """Summands [T, n], which may be changed -> their sum over all ranks, of the same type, and on all of the same
-        bits: added in float32 in the order of ranks, then rounded."""
+        bits. It is added in float32 in the order of ranks, then rounded."""
         ...
 
     def gather(self, columns: Tensor, whole: int) -> Tensor:

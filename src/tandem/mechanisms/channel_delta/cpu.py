@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.step_rows import Step
+from tandem.kernels.step_rows import StepContext
 from tandem.mechanisms.channel_delta.torch import ChannelGates, ChannelWeights
 from tandem.mechanisms.recurrence.cpu import CpuFolds
 
@@ -15,7 +15,7 @@ class CpuChannelFolds(CpuFolds):
     """`ChannelFolds`."""
 
     def corrected(
-        self, mixed: Tensor, gates: ChannelGates, step: Step, memory: Tensor, weights: ChannelWeights
+        self, mixed: Tensor, gates: ChannelGates, step: StepContext, memory: Tensor, weights: ChannelWeights
     ) -> Tensor:
         out, (forget, beta, behind) = torch.empty_like(gates.behind), gates
         decay, bias, norm, eps, floor = weights

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tandem.mechanisms.short_conv.shape import CONVOLVED_BYTES
 from tandem.spec.norm import Norm
-from tandem.spec.state import Array, Fold, Ring, State
+from tandem.spec.state import Array, Fold, State, WindowRing
 
 CORRECT_CHUNK = 64  # rows of a prompt that a GPU takes together
 
@@ -44,4 +44,4 @@ class ChannelDelta:
 
     def states(self) -> tuple[State, ...]:
         memory = Array("memory", (self.heads, self.dim, self.dim), "float32")
-        return (Ring(Array("inputs", (3 * self.inner,)), self.taps), Fold((memory,)))
+        return (WindowRing(Array("inputs", (3 * self.inner,)), self.taps), Fold((memory,)))

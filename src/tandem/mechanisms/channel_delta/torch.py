@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.kernels.step_rows import Step
+from tandem.kernels.step_rows import StepContext
 from tandem.mechanisms.delta_net.torch import UNIT_EPS
-from tandem.mechanisms.recurrence.tokens import Tokens
+from tandem.mechanisms.recurrence.tokens import RecurrentTokens
 from tandem.mechanisms.recurrence.torch import Folds, TorchFolds
 
 
@@ -37,7 +37,7 @@ class ChannelFolds(Folds, Protocol):
     """`Folds` of delta nets whose channels decay apart."""
 
     def corrected(
-        self, mixed: Tensor, gates: ChannelGates, step: Step, memory: Tensor, weights: ChannelWeights
+        self, mixed: Tensor, gates: ChannelGates, step: StepContext, memory: Tensor, weights: ChannelWeights
     ) -> Tensor:
         """[T, H * D], of the gates' type: from the convolution's result [T, 3 * H * D] to the last projection. memory
         as in `folded`."""
@@ -48,18 +48,18 @@ class TorchChannelFolds(TorchFolds):
     """`ChannelFolds` in plain torch."""
 
     def corrected(
-        self, mixed: Tensor, gates: ChannelGates, step: Step, memory: Tensor, weights: ChannelWeights
+        self, mixed: Tensor, gates: ChannelGates, step: StepContext, memory: Tensor, weights: ChannelWeights
     ) -> Tensor:
         answers = self.folded(channel_tokens(mixed, gates, weights), step, memory)
         return channel_result(answers, gates.behind, weights)
 
 
-def channel_tokens(mixed: Tensor, gates: ChannelGates, weights: ChannelWeights) -> Tokens:
+def channel_tokens(mixed: Tensor, gates: ChannelGates, weights: ChannelWeights) -> RecurrentTokens:
     """mixed [T, 3 * H * D]: queries, keys and values as they come from the convolution."""
     heads, dim = len(weights.decay), len(weights.norm)
     q, k, v = mixed.unflatten(1, (3, heads, dim)).unbind(1)
     beta = gates.beta.sigmoid().to(mixed.dtype)
-    return Tokens(_unit(q) * dim**-0.5, _unit(k), v, _logarithms(gates.forget.to(mixed.dtype), weights), beta)
+    return RecurrentTokens(_unit(q) * dim**-0.5, _unit(k), v, _logarithms(gates.forget.to(mixed.dtype), weights), beta)
 
 
 def _logarithms(forget: Tensor, weights: ChannelWeights) -> Tensor:

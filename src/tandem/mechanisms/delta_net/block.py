@@ -7,7 +7,7 @@ from torch import Tensor
 from tandem.architectures.names import Names
 from tandem.kernels.ops import SureRead
 from tandem.mechanisms.delta_net.shape import DeltaRule
-from tandem.mechanisms.delta_net.torch import Delta, DeltaState, DeltaWeights, Product
+from tandem.mechanisms.delta_net.torch import DeltaOperator, DeltaState, DeltaWeights, Product
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.passing import Pass, States
@@ -29,7 +29,7 @@ class DeltaNet:
         narrow_rows = [share(2 * shape.v_heads)] if by_heads else [heads, heads]
         self.projected = b.linear([name + module for module in wide], wide_rows, hidden)
         self.gates = b.linear([name + module for module in narrow], narrow_rows, hidden)
-        self.delta: Delta = b.ops.bound(shape, _weights(b, shape, name))
+        self.delta: DeltaOperator = b.ops.bound(shape, _weights(b, shape, name))
         self.out = b.linear([name + "out_proj"], [hidden], values)
 
     def reads(self) -> list[SureRead]:

@@ -5,14 +5,21 @@ from __future__ import annotations
 from torch import Tensor
 
 from tandem import _core
-from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.batch_layout import KernelBatch
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.mechanisms.delta_net.shape import DeltaRule
-from tandem.mechanisms.delta_net.torch import Delta, DeltaState, DeltaWeights, Gates, columns_of, gate_matrix
+from tandem.mechanisms.delta_net.torch import (
+    DeltaOperator,
+    DeltaState,
+    DeltaWeights,
+    Gates,
+    columns_of,
+    gate_matrix,
+)
 
 
 class CpuDelta:
-    """`Delta` on the C++ core, token by token: 2 % of a Qwen3-Next's work, for results that no cut changes."""
+    """`DeltaOperator` on the C++ core, token by token: 2 % of a Qwen3-Next's work, for results that no cut changes."""
 
     def __init__(self, ops: CpuOps, shape: DeltaRule, weights: DeltaWeights) -> None:
         self._ops, self._eps = ops, shape.norm.eps
@@ -23,7 +30,7 @@ class CpuDelta:
             shape.channels + shape.values, gates, shape.gate == "sigmoid",
         )  # fmt: skip
 
-    def __call__(self, projected: Tensor, gates: Gates, batch: BatchLayout, state: DeltaState) -> Tensor:
+    def __call__(self, projected: Tensor, gates: Gates, batch: KernelBatch, state: DeltaState) -> Tensor:
         gates = gate_matrix(gates)
         out = projected.new_empty((len(projected), state.memory.shape[1] * state.memory.shape[3]))
         self._ops.dense.delta_rule(
@@ -32,5 +39,5 @@ class CpuDelta:
         return out
 
 
-def bound(ops: CpuOps, shape: DeltaRule, weights: DeltaWeights) -> Delta:
+def bound(ops: CpuOps, shape: DeltaRule, weights: DeltaWeights) -> DeltaOperator:
     return CpuDelta(ops, shape, weights)

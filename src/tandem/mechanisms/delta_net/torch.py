@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.batch_layout import KernelBatch
 from tandem.mechanisms.delta_net.shape import DeltaRule
 
 UNIT_EPS = 1e-6  # of the norms of q and k
@@ -46,10 +46,10 @@ def gate_matrix(gates: Gates) -> Tensor:
     return gates.matrix(gates.x) if isinstance(gates, Product) else gates
 
 
-class Delta(Protocol):
+class DeltaOperator(Protocol):
     """A gated delta net between its projections."""
 
-    def __call__(self, projected: Tensor, gates: Gates, batch: BatchLayout, state: DeltaState) -> Tensor:
+    def __call__(self, projected: Tensor, gates: Gates, batch: KernelBatch, state: DeltaState) -> Tensor:
         """projected [T, C + V * v_dim] and gates [T, 2 V] as the layout of the shape has them → [T, V * v_dim].
 
         The state of each sequence's slot goes on; a sequence without tokens starts from zeros. A row depends on its own
@@ -61,35 +61,37 @@ class Delta(Protocol):
         ...
 
 
-class Columns(NamedTuple):
+class HeadColumns(NamedTuple):
     """Where a row has what of key head h: from first + h * step on."""
 
     first: int
     step: int
 
 
-def columns_of(shape: DeltaRule) -> tuple[Columns, ...]:
+def columns_of(shape: DeltaRule) -> tuple[HeadColumns, ...]:
     """Columns of q, k, v, z in a row of projections, and of beta and decay in a row of gates."""
     group = shape.v_heads // shape.k_heads
     values, keys = group * shape.v_dim, shape.k_heads * shape.k_dim
     if shape.layout == "heads":
         step = 2 * shape.k_dim + 2 * values
         firsts = 0, shape.k_dim, 2 * shape.k_dim, 2 * shape.k_dim + values
-        gates = Columns(0, 2 * group), Columns(group, 2 * group)
-        return (*(Columns(first, step) for first in firsts), *gates)
+        gates = HeadColumns(0, 2 * group), HeadColumns(group, 2 * group)
+        return (*(HeadColumns(first, step) for first in firsts), *gates)
     return (
-        Columns(0, shape.k_dim), Columns(keys, shape.k_dim), Columns(2 * keys, values), Columns(shape.channels, values),
-        Columns(0, group), Columns(shape.v_heads, group),
+        HeadColumns(0, shape.k_dim), HeadColumns(keys, shape.k_dim), HeadColumns(2 * keys, values),
+        HeadColumns(shape.channels, values),
+        HeadColumns(0, group), HeadColumns(shape.v_heads, group),
     )  # fmt: skip
 
 
 class TorchDelta:
-    """`Delta` in plain torch, token by token: the oracle. It computes in the type of the convolution's weights."""
+    """`DeltaOperator` in plain torch, token by token: the oracle. It computes in the type of the convolution's
+    weights."""
 
     def __init__(self, shape: DeltaRule, weights: DeltaWeights) -> None:
         self.shape, self.weights, self.wide = shape, weights, weights.conv.dtype
 
-    def __call__(self, projected: Tensor, gates: Gates, batch: BatchLayout, state: DeltaState) -> Tensor:
+    def __call__(self, projected: Tensor, gates: Gates, batch: KernelBatch, state: DeltaState) -> Tensor:
         out, gates = projected.new_empty((len(projected), self.shape.values)), gate_matrix(gates)
         starts, lens = batch.query_starts.tolist(), batch.seq_lens.tolist()
         for s, slot in enumerate(batch.slots.tolist()):
@@ -135,7 +137,7 @@ class TorchDelta:
         values = v.unflatten(1, (s.v_heads, s.v_dim))
         return self._recurrence(q / s.k_dim**0.5, k, values, beta, decay, memory)
 
-    def _kinds(self, rows: Tensor, columns: tuple[Columns, ...]) -> list[Tensor]:
+    def _kinds(self, rows: Tensor, columns: tuple[HeadColumns, ...]) -> list[Tensor]:
         """q, k [T, K, k_dim], v, z [T, K, group * v_dim]."""
         s = self.shape
         widths = s.k_dim, s.k_dim, *[s.values // s.k_heads] * 2
@@ -183,5 +185,5 @@ class TorchDelta:
         return ((self.weights.norm.to(answers.dtype) * y) * gate).to(answers.dtype)
 
 
-def bound(ops: object, shape: DeltaRule, weights: DeltaWeights) -> Delta:
+def bound(ops: object, shape: DeltaRule, weights: DeltaWeights) -> DeltaOperator:
     return TorchDelta(shape, weights)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tandem.architectures.names import Names
-from tandem.experts import ExpertMatrices, Experts
+from tandem.experts import ExpertMatrices, RoutedExperts
 from tandem.formats.cut import columns_of, rows_of
 from tandem.kernels.joined import AfterNorm, Beginning
 from tandem.kernels.ops import MLP, Addend, Linear, Routing, SureRead
@@ -209,7 +209,7 @@ def _router_gate(b: Builder, shape: Moe, layer: str, names: Names) -> Linear:
     return b.linear([layer + names.router, layer + names.shared_gate], [*rows, 1], hidden)
 
 
-def routed_experts(b: Builder, index: int, shape: Moe, names: Names, fused: int = 0) -> Experts:
+def routed_experts(b: Builder, index: int, shape: Moe, names: Names, fused: int = 0) -> RoutedExperts:
     """The routed experts of decoder layer `index`, loaded, then the `fused` ones of the shared expert."""
     hidden, routed = shape.experts.channels(b.config.hidden), shape.experts.count
     share = shard_of(b.config, shape).share

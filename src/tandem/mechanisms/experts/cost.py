@@ -11,7 +11,7 @@ from tandem.mechanisms.dense.cost import UNGATED_HALVES, width_limit
 from tandem.mechanisms.experts.shape import Moe
 from tandem.spec.layers import Layer
 from tandem.spec.model_config import ModelConfig
-from tandem.spec.shard import MOST_RANKS, Shard, refused
+from tandem.spec.shard import MOST_RANKS, RankShard, refused
 from tandem.spec.stored import StoredFormats
 
 
@@ -55,7 +55,7 @@ def expert_limit(moe: Moe, unit: int) -> Limit:
     return Limit(f"{moe.experts.width} rows of experts", moe.experts.width, least)
 
 
-def cut_experts(model: ModelConfig, shard: Shard, expert_unit: int = 1) -> ModelConfig:
+def cut_experts(model: ModelConfig, shard: RankShard, expert_unit: int = 1) -> ModelConfig:
     """The model with rank `shard`'s part of the routed experts; all else is whole. Raises ConfigError as `cut` does."""
     limit = expert_limit(model.moe, expert_unit)
     if shard.ranks == 1:

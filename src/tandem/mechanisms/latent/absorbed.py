@@ -12,9 +12,9 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from tandem.kernels.batch_layout import BatchLayout
-from tandem.kernels.chosen import Chosen
-from tandem.kernels.ops import ColumnRun, Columns, Ops, PerHead, Rope
+from tandem.kernels.batch_layout import KernelBatch
+from tandem.kernels.chosen import SelectedKeys
+from tandem.kernels.ops import ColumnCopy, ColumnRun, Ops, PerHead, RopeTables
 
 
 class LatentSizes(NamedTuple):
@@ -40,7 +40,7 @@ class LatentWeights(NamedTuple):
     values: Tensor  # W_V of each head, [H, value, rank]
     norm: Tensor
     eps: float
-    rope: Rope
+    rope: RopeTables
     scale: float
     neighbours: bool = True
 
@@ -49,7 +49,7 @@ class LatentHeads(Protocol):
     """Latent attention between its matrices."""
 
     def __call__(
-        self, q: Tensor, kv: Tensor, batch: BatchLayout, pages: Tensor, chosen: Chosen | None = None
+        self, q: Tensor, kv: Tensor, batch: KernelBatch, pages: Tensor, chosen: SelectedKeys | None = None
     ) -> Tensor:
         """q [T, H * (nope + rope)] and kv [T, rank + rope], before norm and rotation -> values [T, H * value].
 
@@ -66,7 +66,7 @@ class HeadOps(Ops, Protocol):
         """Packs weights [H, N, K] once. The tensor is not kept."""
         ...
 
-    def columns(self, runs: Sequence[ColumnRun]) -> Columns:
+    def columns(self, runs: Sequence[ColumnRun]) -> ColumnCopy:
         """Copies these columns wherever it is called."""
         ...
 
@@ -75,7 +75,7 @@ class AttendChosen(Protocol):
     """`Ops.attention` of one kv head, whose keys are values, too, over what rows have chosen."""
 
     def __call__(
-        self, q: Tensor, pages: Tensor, batch: BatchLayout, scale: float, chosen: Chosen
+        self, q: Tensor, pages: Tensor, batch: KernelBatch, scale: float, chosen: SelectedKeys
     ) -> Tensor: ...
 
 
@@ -92,7 +92,7 @@ class AbsorbedHeads:
         self._moves = _Moves(ops, sizes, 2 if weights.neighbours else 1)
 
     def __call__(
-        self, q: Tensor, kv: Tensor, batch: BatchLayout, pages: Tensor, chosen: Chosen | None = None
+        self, q: Tensor, kv: Tensor, batch: KernelBatch, pages: Tensor, chosen: SelectedKeys | None = None
     ) -> Tensor:
         s, rows = self._sizes, len(q)
         turned = self._ops.rope_store(self._queries_and_key(q, kv), self._rope, batch, pages, pages, s.heads)

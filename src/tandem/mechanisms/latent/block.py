@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tandem.architectures.names import Names
 from tandem.formats.cut import numbers, rows_of
-from tandem.kernels.chosen import Chosen
+from tandem.kernels.chosen import SelectedKeys
 from tandem.kernels.ops import Linear, SureRead
 from tandem.mechanisms.latent.absorbed import LatentHeads, LatentSizes, LatentWeights
 from tandem.mechanisms.latent.shape import Latent, QueryScale
@@ -60,7 +60,7 @@ class LatentAttention:
             attended = self.ops.gated(attended, self.gate(x).unflatten(1, (self.shape.heads, -1)))
         return self.out(attended)
 
-    def _chosen(self, x: Tensor, latent: Tensor, p: Pass, states: States) -> Chosen | None:
+    def _chosen(self, x: Tensor, latent: Tensor, p: Pass, states: States) -> SelectedKeys | None:
         """Which tokens the rows attend to: this layer's choice, or that of one before it; None: all."""
         index = self.shape.index
         if self.choice is not None:

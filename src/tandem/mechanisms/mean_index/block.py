@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tandem.kernels.chosen import Chosen
+from tandem.kernels.chosen import SelectedKeys
 from tandem.kernels.ops import SureRead
 from tandem.mechanisms.mean_index.shape import MeanIndex
 from tandem.mechanisms.mean_index.torch import ChooseBlocks, MeanWeights
@@ -30,7 +30,7 @@ class BlockChoice:
     def reads(self) -> list[SureRead]:
         return sure_reads(self.projected)
 
-    def __call__(self, x: Tensor, p: Pass, cache: States) -> Chosen:
+    def __call__(self, x: Tensor, p: Pass, cache: States) -> SelectedKeys:
         """x [T, hidden], normed; cache: of the layer, keys and values first."""
         (tokens, *_), (ring,), (keys,) = cache
         q, k = self.projected(x).split((self.shape.heads * self.shape.dim, self.shape.dim), 1)

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from tandem import _core
 from tandem.kernels.batch_views import checked
-from tandem.kernels.chosen import Chosen
+from tandem.kernels.chosen import SelectedKeys
 from tandem.kernels.cpu_ops import CpuOps, heads_of
-from tandem.kernels.step_rows import Step
+from tandem.kernels.step_rows import StepContext
 from tandem.mechanisms.mean_index.rows import as_sequences
 from tandem.mechanisms.mean_index.shape import MeanIndex
 from tandem.mechanisms.mean_index.torch import ChooseBlocks, MeanWeights, close_blocks, normed_queries
@@ -26,16 +26,16 @@ class CpuMeanIndex:
             tokens=shape.pool,
         )  # fmt: skip
 
-    def __call__(self, q: Tensor, k: Tensor, step: Step, cache: PooledKeys) -> Chosen:
+    def __call__(self, q: Tensor, k: Tensor, step: StepContext, cache: PooledKeys) -> SelectedKeys:
         s, w = self._shape, self._weights
         close_blocks(k, step.rows, cache, s, w)
         gates, queries = torch.ones((len(q), s.heads)), normed_queries(q, s, w).flatten(1)
-        chosen = Chosen(*(torch.empty(size, dtype=torch.int32) for size in ((len(q), s.most), (len(q),))))
+        chosen = SelectedKeys(*(torch.empty(size, dtype=torch.int32) for size in ((len(q), s.most), (len(q),))))
         view = self._ops.view_of(step.batch, cache.tokens)
         self._index.choose(view, queries, None, gates, w.key, w.key, w.cos, w.sin, cache.keys, *chosen, s.norm.eps)
         return chosen
 
-    def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, chosen: Chosen, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, chosen: SelectedKeys, scale: float) -> Tensor:
         q, k, v, layout = as_sequences(q, k_pages, v_pages, chosen)
         out = q.new_empty((len(q), q.shape[1] * v.shape[3]))
         shape, view = heads_of(q.shape[1], k.shape[2], q.shape[2], 0, 0, v.shape[3]), checked(layout, len(k), 1)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tandem.kernels.chosen import Chosen
+from tandem.kernels.chosen import SelectedKeys
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenLayout:
-    """`BatchLayout` of T rows that look at what they have chosen, in pages of one token."""
+    """`KernelBatch` of T rows that look at what they have chosen, in pages of one token."""
 
     positions: Tensor
     cache_slots: Tensor
@@ -31,7 +31,7 @@ class ChosenLayout:
         return self
 
 
-def layout_of(chosen: Chosen) -> ChosenLayout:
+def layout_of(chosen: SelectedKeys) -> ChosenLayout:
     """Nothing is written, so it does not matter where to."""
     count = len(chosen.counts)
     return ChosenLayout(
@@ -42,7 +42,7 @@ def layout_of(chosen: Chosen) -> ChosenLayout:
 
 
 def as_sequences(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, chosen: Chosen
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, chosen: SelectedKeys
 ) -> tuple[Tensor, Tensor, Tensor, ChosenLayout]:
     """Arguments of `Ops.attention`, up to its scale."""
     return q, by_row(k_pages), by_row(v_pages), layout_of(chosen)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tandem.errors import ConfigError
 from tandem.spec.norm import Norm
 from tandem.spec.rope import Rope
-from tandem.spec.state import Array, Pages, Ring, State
+from tandem.spec.state import Array, Pages, State, WindowRing
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,4 +47,4 @@ class MeanIndex:
 
     def states(self) -> tuple[State, ...]:
         """States of an open block's tokens, then the keys of whole ones."""
-        return Ring(Array("block", (self.dim,)), self.pool), Pages((Array("index", (1, self.dim)),), self.pool)
+        return WindowRing(Array("block", (self.dim,)), self.pool), Pages((Array("index", (1, self.dim)),), self.pool)

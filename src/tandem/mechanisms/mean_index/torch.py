@@ -9,16 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.kernels.chosen import Chosen
+from tandem.kernels.chosen import SelectedKeys
 from tandem.kernels.ops import Ops
-from tandem.kernels.step_rows import Step, StepRows
+from tandem.kernels.step_rows import StepContext, StepRows
 from tandem.mechanisms.mean_index.rows import as_sequences
 from tandem.mechanisms.mean_index.shape import MeanIndex
 from tandem.mechanisms.token_index.pooled import PooledKeys
 
 
 class MeanWeights(NamedTuple):
-    """float32: of norms [dim], 1 included, and rotary tables as `Rope` has them."""
+    """float32: of norms [dim], 1 included, and rotary tables as `RopeTables` has them."""
 
     query: Tensor
     key: Tensor
@@ -29,14 +29,14 @@ class MeanWeights(NamedTuple):
 class ChooseBlocks(Protocol):
     """An indexer behind its matrix."""
 
-    def __call__(self, q: Tensor, k: Tensor, step: Step, cache: PooledKeys) -> Chosen:
-        """q [T, heads * dim] and k [T, dim], before norm and rotation → each row's choice: the tokens of the blocks
-        with the highest scores, of equal ones the earliest, and those behind the last whole block. Scores are float32;
-        a row's choice depends on its own sequence only, not on how that was cut. Of `cache` the ring holds keys as they
-        come."""
+    def __call__(self, q: Tensor, k: Tensor, step: StepContext, cache: PooledKeys) -> SelectedKeys:
+        """q [T, heads * dim] and k [T, dim], before norm and rotation → each row's choice. It has the tokens of the
+        blocks with the highest scores, and those behind the last whole block. Of equal scores the earliest count.
+        Scores are float32; a row's choice depends on its own sequence only, not on how that was cut. Of `cache` the
+        ring holds keys as they come."""
         ...
 
-    def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, chosen: Chosen, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, chosen: SelectedKeys, scale: float) -> Tensor:
         """As `Ops.attention`, where each row looks at the rows of the cache that it has chosen, and at nothing else."""
         ...
 
@@ -47,7 +47,7 @@ class TorchMeanIndex:
     def __init__(self, ops: Ops, shape: MeanIndex, weights: MeanWeights) -> None:
         self.ops, self.shape, self.weights, self.wide = ops, shape, weights, weights.key.dtype
 
-    def __call__(self, q: Tensor, k: Tensor, step: Step, cache: PooledKeys) -> Chosen:
+    def __call__(self, q: Tensor, k: Tensor, step: StepContext, cache: PooledKeys) -> SelectedKeys:
         close_blocks(k, step.rows, cache, self.shape, self.weights)
         queries = turned(normed_queries(q, self.shape, self.weights), step.batch.positions, self.weights)
         rows, batch = list[Tensor](), step.batch
@@ -59,9 +59,9 @@ class TorchMeanIndex:
                 visible = length - starts[i + 1] + t + 1
                 rows.append(token_rows[self._chosen(queries[t], token_rows[:visible], cache.keys)].int())
         filled = torch.stack([F.pad(each, (0, self.shape.most - len(each))) for each in rows])
-        return Chosen(filled, torch.tensor([len(each) for each in rows], dtype=torch.int32))
+        return SelectedKeys(filled, torch.tensor([len(each) for each in rows], dtype=torch.int32))
 
-    def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, chosen: Chosen, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, chosen: SelectedKeys, scale: float) -> Tensor:
         return self.ops.attention(*as_sequences(q, k_pages, v_pages, chosen), scale)
 
     def _chosen(self, q: Tensor, token_rows: Tensor, pages: Tensor) -> Tensor:

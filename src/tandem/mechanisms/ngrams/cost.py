@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tandem.mechanisms import cost
 from tandem.mechanisms.ngrams.shape import Ngram
-from tandem.spec.stored import Table
+from tandem.spec.stored import RowTable
 
 
 class Cost(cost.Cost[Ngram]):
@@ -13,7 +13,7 @@ class Cost(cost.Cost[Ngram]):
     sums = 0
 
     @property
-    def tables(self) -> tuple[Table, ...]:
+    def tables(self) -> tuple[RowTable, ...]:
         return (self.shape.table,)
 
     def why_no_gpu(self) -> str:

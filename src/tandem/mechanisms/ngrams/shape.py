@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from tandem.errors import ConfigError
 from tandem.spec.norm import Norm
-from tandem.spec.state import Array, Ring, State
-from tandem.spec.stored import Table
+from tandem.spec.state import Array, State, WindowRing
+from tandem.spec.stored import RowTable
 
 MOST_VOCAB = 1 << 24  # ids are kept as float32, exactly
 
@@ -23,7 +23,7 @@ class Ngram:
 
     longest: int
     heads: int  # of each length
-    table: Table
+    table: RowTable
     taps: int
     streams: int
     hidden: int
@@ -71,4 +71,4 @@ class Ngram:
     def states(self) -> tuple[State, ...]:
         """Ids of the last tokens, and what they gave to the convolution."""
         ids = Array("ids", (1,), "float32")
-        return Ring(ids, self.longest), Ring(Array("given", (self.channels,)), self.span)
+        return WindowRing(ids, self.longest), WindowRing(Array("given", (self.channels,)), self.span)

@@ -1,4 +1,4 @@
-"""`Tokens`: what a recurrence is given."""
+"""`RecurrentTokens`: what a recurrence is given."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Tokens(NamedTuple):
+class RecurrentTokens(NamedTuple):
     """T rows through H heads, in groups that share what is written and asked; float32."""
 
     asked: Tensor  # [T, G, K]

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.kernels.step_rows import Step, StepRows
+from tandem.kernels.step_rows import StepContext, StepRows
 from tandem.mechanisms.recurrence.convolution import convolved
-from tandem.mechanisms.recurrence.tokens import Tokens
+from tandem.mechanisms.recurrence.tokens import RecurrentTokens
 
 CHUNK = 64  # rows of a prompt that are multiplied together
 
@@ -42,18 +42,18 @@ def taps_of(conv: Tensor, bias: Tensor | None) -> Taps:
 class Folds(Protocol):
     """A sequence without tokens starts from zeros; a row depends on its own sequence only."""
 
-    def convolved(self, new: Tensor, step: Step, ring: Tensor, taps: Taps) -> Tensor:
+    def convolved(self, new: Tensor, step: StepContext, ring: Tensor, taps: Taps) -> Tensor:
         """silu of a causal convolution of each channel, rounded to the type of `new` [T, C]; float32 [T, C]. ring
         [slots, R, C] takes in the new rows."""
         ...
 
-    def gated(self, projected: Tensor, step: Step, ring: Tensor, taps: Taps) -> Tensor:
+    def gated(self, projected: Tensor, step: StepContext, ring: Tensor, taps: Taps) -> Tensor:
         """[T, C] of projected [T, 3 C]: a gate before, a gate behind, and values. Values times the gate before are what
         ring [slots, R, C] takes in; their convolution, rounded, is multiplied with the gate behind. Rows may be
         guesses."""
         ...
 
-    def folded(self, tokens: Tokens, step: Step, memory: Tensor) -> Tensor:
+    def folded(self, tokens: RecurrentTokens, step: StepContext, memory: Tensor) -> Tensor:
         """float32 [T, H, V]: what each row's memory answers once it has decayed and taken the row in. memory [slots, H,
         K, V] goes on."""
         ...
@@ -62,16 +62,16 @@ class Folds(Protocol):
 class TorchFolds:
     """In plain torch: prompts in chunks, rows that correct one by one."""
 
-    def convolved(self, new: Tensor, step: Step, ring: Tensor, taps: Taps) -> Tensor:
+    def convolved(self, new: Tensor, step: StepContext, ring: Tensor, taps: Taps) -> Tensor:
         mixed = convolved(new.contiguous(), step.rows, ring, taps.weights, taps.bias)
         return F.silu(mixed.to(new.dtype)).float()
 
-    def gated(self, projected: Tensor, step: Step, ring: Tensor, taps: Taps) -> Tensor:
+    def gated(self, projected: Tensor, step: StepContext, ring: Tensor, taps: Taps) -> Tensor:
         before, behind, values = projected.chunk(3, dim=1)
         mixed = convolved(before * values, step.rows, ring, taps.weights, taps.bias)
         return behind * mixed.to(projected.dtype)
 
-    def folded(self, tokens: Tokens, step: Step, memory: Tensor) -> Tensor:
+    def folded(self, tokens: RecurrentTokens, step: StepContext, memory: Tensor) -> Tensor:
         shared = tokens.values.shape[1] // tokens.asked.shape[1]
         whole = tokens._replace(
             asked=tokens.asked.repeat_interleave(shared, 1), written=tokens.written.repeat_interleave(shared, 1)
@@ -79,7 +79,7 @@ class TorchFolds:
         return torch.cat([_sequence(whole, step.rows, s, memory) for s in range(len(step.rows.slots))])
 
 
-def _sequence(whole: Tokens, rows: StepRows, index: int, memory: Tensor) -> Tensor:
+def _sequence(whole: RecurrentTokens, rows: StepRows, index: int, memory: Tensor) -> Tensor:
     """Results of one sequence's rows, which its memory takes in."""
     begin, known = int(rows.begins[index]), int(rows.first[index])
     end, own = begin + int(rows.last[index]) + 1 - known, memory[rows.slots[index]]
@@ -91,7 +91,7 @@ def _sequence(whole: Tokens, rows: StepRows, index: int, memory: Tensor) -> Tens
     return torch.cat([_added(whole, piece, own) for piece in pieces])
 
 
-def _corrected(whole: Tokens, row: int, memory: Tensor) -> Tensor:
+def _corrected(whole: RecurrentTokens, row: int, memory: Tensor) -> Tensor:
     """memory [H, K, V]: before and behind the row."""
     assert whole.beta is not None
     memory *= whole.decay[row].exp()[..., None]
@@ -102,7 +102,7 @@ def _corrected(whole: Tokens, row: int, memory: Tensor) -> Tensor:
     return answer
 
 
-def _added(whole: Tokens, piece: slice, memory: Tensor) -> Tensor:
+def _added(whole: RecurrentTokens, piece: slice, memory: Tensor) -> Tensor:
     """Rows of one sequence at once, where a head decays as one."""
     queries, written, values = (part[piece].transpose(0, 1) for part in whole[:3])
     passed = whole.decay[piece, :, 0].T.cumsum(1)

@@ -15,7 +15,7 @@ from tandem.mechanisms.shared_kv.weights import PoolWeights, SharedKvWeights, tu
 from tandem.spec.state import LANES
 
 
-class Seen(NamedTuple):
+class VisibleEntries(NamedTuple):
     """Entries that rows see: `places` int64 [·, E] are rows of the flattened pages, of which the first counts [T] are
     meant. whose [T]: which line of `places` is a row's; None: its own."""
 
@@ -73,13 +73,13 @@ class Entries:
         at = (last + 1 - self.pool.stride).clamp(min=0)
         return turn(normed, self.weights.cos[at], self.weights.sin[at])
 
-    def all_seen(self, rows: StepRows, page: int) -> Seen:
+    def all_seen(self, rows: StepRows, page: int) -> VisibleEntries:
         """Places of every closed entry; `page`: entries of a page."""
         return rows.once(("seen", self.pool.stride), lambda: _all_seen(rows, self.pool.stride, page))
 
     def chosen(
-        self, visible: Seen, index: EntryIndex, query: tuple[Tensor, Tensor], rows: StepRows, keys: Tensor
-    ) -> Seen:
+        self, visible: VisibleEntries, index: EntryIndex, query: tuple[Tensor, Tensor], rows: StepRows, keys: Tensor
+    ) -> VisibleEntries:
         """The best of `visible` for each row, in their own order, so that rounding does not depend on scores. query: q
         [T, Hi, Di] and weights [T, Hi], as projected; keys [pages, entries, Di]."""
         if visible.width <= index.budget:
@@ -94,7 +94,7 @@ class Entries:
             places = visible.of(part)
             order = _best(index_keys[places], q[part], weights[part], visible.counts[part], index.budget)
             best.append(places.gather(1, order))
-        return Seen(torch.cat(best), visible.counts.clamp(max=index.budget))
+        return VisibleEntries(torch.cat(best), visible.counts.clamp(max=index.budget))
 
 
 def _shares(gates: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def _shares(gates: Tensor) -> Tensor:
     return F.pad(gates, (0, -width % (2 * LANES))).softmax(1)[:, :, :width]
 
 
-def _whole_vectors(entries: Seen) -> Seen:
+def _whole_vectors(entries: VisibleEntries) -> VisibleEntries:
     """Filled up: else the last entries' scores, and so what is chosen, would depend on how many others there are."""
     return entries._replace(places=F.pad(entries.places, (0, -entries.width % (2 * LANES))))
 
@@ -127,12 +127,12 @@ def _closing(rows: StepRows, stride: int) -> Tensor:
     return ((rows.positions + 1) % stride == 0).nonzero().flatten()
 
 
-def _all_seen(rows: StepRows, stride: int, page: int) -> Seen:
+def _all_seen(rows: StepRows, stride: int, page: int) -> VisibleEntries:
     counts = (rows.positions + 1) // stride
     width = rows.tables.shape[1] * page if rows.static else int(counts.max())
     each = torch.arange(width, device=counts.device)
     places = rows.tables[:, each // page] * page + each % page
-    return Seen(places, counts, rows.sequence)
+    return VisibleEntries(places, counts, rows.sequence)
 
 
 def _twice(widths: tuple[int, ...]) -> list[int]:

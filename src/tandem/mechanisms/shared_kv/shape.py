@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tandem.spec.rope import Rope
-from tandem.spec.state import Array, Pages, Ring, State
+from tandem.spec.state import Array, Pages, State, WindowRing
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +122,9 @@ class SharedKv:
     def states(self) -> tuple[State, ...]:
         """An entry of tokens up to p lies in row p / stride. One that a wrong guess has closed is seen by nobody, and
         closed again by the token that comes."""
-        window = Ring(Array("window", (self.dim,)), self.window)
+        window = WindowRing(Array("window", (self.dim,)), self.window)
         if self.pool is None:
             return (window,)
-        inputs = Ring(Array("inputs", (self.pool.inputs(self.dim),)), self.pool.rows)
+        inputs = WindowRing(Array("inputs", (self.pool.inputs(self.dim),)), self.pool.rows)
         names = zip(("entry", "index"), self.pool.widths(self.dim), strict=False)
         return window, inputs, Pages(tuple(Array(n, (w,)) for n, w in names), self.pool.stride)

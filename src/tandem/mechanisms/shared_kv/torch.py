@@ -11,7 +11,7 @@ from torch import Tensor
 from tandem.kernels.ops import PerHead
 from tandem.kernels.step_rows import BlockRows, StepRows
 from tandem.mechanisms.shared_kv.cost import SHARED_KEY_BYTES
-from tandem.mechanisms.shared_kv.pool import Entries, Seen
+from tandem.mechanisms.shared_kv.pool import Entries, VisibleEntries
 from tandem.mechanisms.shared_kv.shape import SharedKv
 from tandem.mechanisms.shared_kv.weights import SharedKvWeights, turn
 
@@ -36,7 +36,7 @@ class Projected(NamedTuple):
     index_weights: Tensor | None = None
 
 
-class Keys(NamedTuple):
+class WindowKeys(NamedTuple):
     """Where `StepRows.joined` has the window of each row, how many keys it has in all, and the order in which those
     that count come first; None where they do so already."""
 
@@ -96,7 +96,7 @@ class SharedKvHeads:
     def _turns(self, rows: StepRows) -> tuple[Tensor, Tensor]:
         return self.weights.cos[rows.positions], self.weights.sin[rows.positions]
 
-    def _visible(self, p: Projected, rows: StepRows, pooled: tuple[Tensor, ...]) -> Seen | None:
+    def _visible(self, p: Projected, rows: StepRows, pooled: tuple[Tensor, ...]) -> VisibleEntries | None:
         """Entries that rows see, the new ones among them."""
         if self._entries is None:
             return None
@@ -110,7 +110,9 @@ class SharedKvHeads:
         query = p.index_q.view(len(p.index_q), index.heads, index.dim), p.index_weights
         return self._entries.chosen(visible, index, query, rows, pages[1])
 
-    def _attended(self, q: Tensor, tokens: Tensor, keys_of: Keys, visible: Seen | None, entries: Tensor) -> Tensor:
+    def _attended(
+        self, q: Tensor, tokens: Tensor, keys_of: WindowKeys, visible: VisibleEntries | None, entries: Tensor
+    ) -> Tensor:
         """[T, H, D]. tokens: `StepRows.joined`; entries: all pages' rows."""
         window, counts, order = keys_of
         width = window.shape[1] + (0 if visible is None else visible.width)
@@ -126,26 +128,26 @@ class SharedKvHeads:
             out[part] = self._attend(q[part], keys, counts[part], self.shape.scale, self.weights.sinks)
         return out
 
-    def _keys(self, rows: StepRows, visible: Seen | None, size: int) -> Keys:
+    def _keys(self, rows: StepRows, visible: VisibleEntries | None, size: int) -> WindowKeys:
         """size: of the ring."""
         pool, most = self.shape.pool, self.shape.window
         kind = "window", most, size, None if pool is None else pool, None if visible is None else visible.width
         return rows.once(kind, lambda: _keys(rows, visible, most, size))
 
 
-def _keys(rows: StepRows, visible: Seen | None, most: int, size: int) -> Keys:
+def _keys(rows: StepRows, visible: VisibleEntries | None, most: int, size: int) -> WindowKeys:
     own = (rows.positions + 1).clamp(max=most)
     width = most if rows.static else int(own.max())
     window = rows.keys_of(size, most)[:, :width]
     if visible is None:
-        return Keys(window, own, None)
+        return WindowKeys(window, own, None)
     counts, entries = own + visible.counts, visible.width
     if not rows.static and (not entries or int(own.min()) == width):
-        return Keys(window, counts, None)
+        return WindowKeys(window, counts, None)
     each = torch.arange(width + entries, device=own.device)
     missing = width - own[:, None]
     order = torch.where(each < own[:, None], each, (each + missing).clamp(max=width + entries - 1))
-    return Keys(window, counts, order)
+    return WindowKeys(window, counts, order)
 
 
 def plain_attend(q: Tensor, keys: Tensor, counts: Tensor, scale: float, sinks: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tandem.spec.state import Array, Ring, State
+from tandem.spec.state import Array, State, WindowRing
 
 CONVOLVED_BYTES = 12
 """Bytes for each channel of a row on a GPU: as projected, convolved in float32, and apart from its neighbours."""
@@ -28,4 +28,4 @@ class ShortConv:
         return CONVOLVED_BYTES * self.channels
 
     def states(self) -> tuple[State, ...]:
-        return (Ring(Array("inputs", (self.channels,)), self.taps),)
+        return (WindowRing(Array("inputs", (self.channels,)), self.taps),)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.step_rows import Step
+from tandem.kernels.step_rows import StepContext
 from tandem.mechanisms.recurrence.cpu import CpuFolds
 from tandem.mechanisms.state_space.torch import SpaceInputs, SpaceWeights
 
@@ -13,7 +13,7 @@ from tandem.mechanisms.state_space.torch import SpaceInputs, SpaceWeights
 class CpuSpaceFolds(CpuFolds):
     """`SpaceFolds`."""
 
-    def spaced(self, inputs: SpaceInputs, step: Step, memory: Tensor, weights: SpaceWeights) -> Tensor:
+    def spaced(self, inputs: SpaceInputs, step: StepContext, memory: Tensor, weights: SpaceWeights) -> Tensor:
         (mixed, gate, steps), (decay, bias, through, norm, groups, eps) = inputs, weights
         out, answers = gate.new_empty(gate.shape), mixed.new_empty(gate.shape)
         self._ops.state_space(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tandem.mechanisms.short_conv.shape import CONVOLVED_BYTES
 from tandem.spec.norm import Norm
-from tandem.spec.state import Array, Fold, Ring, State
+from tandem.spec.state import Array, Fold, State, WindowRing
 
 SCAN_CHUNK = 64  # rows of a prompt that a GPU multiplies together
 
@@ -49,4 +49,4 @@ class StateSpace:
 
     def states(self) -> tuple[State, ...]:
         memory = Array("memory", (self.heads, self.state, self.head_dim), "float32")
-        return (Ring(Array("inputs", (self.channels,)), self.taps), Fold((memory,)))
+        return (WindowRing(Array("inputs", (self.channels,)), self.taps), Fold((memory,)))

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.kernels.step_rows import Step
-from tandem.mechanisms.recurrence.tokens import Tokens
+from tandem.kernels.step_rows import StepContext
+from tandem.mechanisms.recurrence.tokens import RecurrentTokens
 from tandem.mechanisms.recurrence.torch import Folds, TorchFolds
 
 
@@ -35,7 +35,7 @@ class SpaceWeights(NamedTuple):
 class SpaceFolds(Folds, Protocol):
     """`Folds` of state spaces."""
 
-    def spaced(self, inputs: SpaceInputs, step: Step, memory: Tensor, weights: SpaceWeights) -> Tensor:
+    def spaced(self, inputs: SpaceInputs, step: StepContext, memory: Tensor, weights: SpaceWeights) -> Tensor:
         """[T, H * V], of the gate's type: from the convolution's result to the last projection."""
         ...
 
@@ -43,16 +43,16 @@ class SpaceFolds(Folds, Protocol):
 class TorchSpaceFolds(TorchFolds):
     """`SpaceFolds` in plain torch."""
 
-    def spaced(self, inputs: SpaceInputs, step: Step, memory: Tensor, weights: SpaceWeights) -> Tensor:
+    def spaced(self, inputs: SpaceInputs, step: StepContext, memory: Tensor, weights: SpaceWeights) -> Tensor:
         return space_result(self.folded(space_tokens(inputs, weights), step, memory), inputs, weights)
 
 
-def space_tokens(inputs: SpaceInputs, weights: SpaceWeights) -> Tokens:
+def space_tokens(inputs: SpaceInputs, weights: SpaceWeights) -> RecurrentTokens:
     mixed, inner = inputs.mixed, len(weights.norm)
     long = F.softplus(inputs.steps.to(mixed.dtype) + weights.bias)
     written, queries = mixed[:, inner:].unflatten(1, (2, weights.groups, -1)).unbind(1)
     values = mixed[:, :inner].unflatten(1, (len(weights.decay), -1)) * long[..., None]
-    return Tokens(queries, written, values, (long * weights.decay)[..., None])
+    return RecurrentTokens(queries, written, values, (long * weights.decay)[..., None])
 
 
 def space_result(answers: Tensor, inputs: SpaceInputs, weights: SpaceWeights) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from tandem.kernels.joined import AfterNorm
 from tandem.kernels.ops import Ops
 from tandem.mechanisms.streams.shape import Hyper
-from tandem.mechanisms.streams.torch import HyperStreams, HyperWeights, Leaving, Mix, RowNorm
+from tandem.mechanisms.streams.torch import HyperStreams, HyperWeights, Leaving, RowNorm, StreamMix
 from tandem.models.builder import Builder
 from tandem.models.passing import Pass
 from tandem.models.residual import settle
@@ -27,7 +27,7 @@ class MixedStreams:
     last: bool = False
 
     def enter(self, p: Pass, norm: Tensor, eps: float, first: AfterNorm | None = None) -> Tensor:
-        leaving = Leaving(p.pending, p.mix) if p.pending is not None and isinstance(p.mix, Mix) else None
+        leaving = Leaving(p.pending, p.mix) if p.pending is not None and isinstance(p.mix, StreamMix) else None
         rows = RowNorm(norm, eps, self.ops.rms_norm)
         p.residual, x, p.mix = self.streams.advanced(p.residual, leaving, rows, self.last)
         p.pending = None

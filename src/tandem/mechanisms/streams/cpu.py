@@ -8,7 +8,7 @@ from torch import Tensor
 from tandem import _core
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.mechanisms.streams.shape import Hyper
-from tandem.mechanisms.streams.torch import HyperStreams, HyperWeights, Mix
+from tandem.mechanisms.streams.torch import HyperStreams, HyperWeights, StreamMix
 
 PIECE = 64  # rows in float32 at a time: memory that was just freed is used again
 
@@ -23,10 +23,10 @@ class CpuStreams(HyperStreams):
         sizes = shape.streams, hidden, shape.iterations
         self._core = _core.Streams(pool, tier, *sizes, shape.eps, shape.norm_eps)
 
-    def entered(self, streams: Tensor) -> tuple[Tensor, Mix]:
+    def entered(self, streams: Tensor) -> tuple[Tensor, StreamMix]:
         rows, n = streams.shape[:2]
         share, mixing = (torch.empty((rows, *sizes)) for sizes in ((n,), (n, n)))
-        return self._out(streams, share, mixing), Mix(share, mixing, self._left)
+        return self._out(streams, share, mixing), StreamMix(share, mixing, self._left)
 
     def summed(self, streams: Tensor) -> Tensor:
         return self._out(streams, None, None)

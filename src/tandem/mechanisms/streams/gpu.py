@@ -11,7 +11,7 @@ from torch import Tensor
 from tandem.kernels.gpu.linear import GpuLinear
 from tandem.kernels.gpu.overlap import begin, let_next_start, overlapped, wait_for_last
 from tandem.mechanisms.streams.shape import Hyper
-from tandem.mechanisms.streams.torch import HyperStreams, HyperWeights, Leaving, Mix, RowNorm
+from tandem.mechanisms.streams.torch import HyperStreams, HyperWeights, Leaving, RowNorm, StreamMix
 
 FEW_ROWS = 16  # up to here the first kernel also multiplies; then cuBLAS reads the matrix once for many rows
 FEW_CHANNELS, MANY_CHANNELS = 64, 1024  # of a program of the first kernel
@@ -130,7 +130,7 @@ class GpuHyperStreams(HyperStreams):
 
     def advanced(
         self, streams: Tensor, leaving: Leaving | None, norm: RowNorm, last: bool = False
-    ) -> tuple[Tensor, Tensor, Mix | None]:
+    ) -> tuple[Tensor, Tensor, StreamMix | None]:
         streams, products, squares = self._joined(streams.contiguous(), leaving)
         (rows, n, hidden), shape = streams.shape, self.shape
         share, mixing = products.new_empty(rows, n), products.new_empty(rows, n, n)
@@ -143,7 +143,7 @@ class GpuHyperStreams(HyperStreams):
             ITERATIONS=shape.iterations, BLOCK=triton.next_power_of_2(hidden), num_warps=8,
             **overlapped(streams.device),
         )  # fmt: skip
-        return streams, out, None if last else Mix(share, mixing)
+        return streams, out, None if last else StreamMix(share, mixing)
 
     def _joined(self, streams: Tensor, leaving: Leaving | None) -> tuple[Tensor, Tensor, Tensor]:
         """The streams, what the matrix makes of parts of their channels [T, parts, M], and sums of squares
@@ -156,7 +156,7 @@ class GpuHyperStreams(HyperStreams):
         squares = streams.new_empty((rows, parts), dtype=torch.float32)
         products = squares.new_empty((rows, parts, m)) if few else squares
         out = streams if leaving is None else torch.empty_like(streams)
-        y, mix = (streams, Mix(squares, squares)) if leaving is None else (leaving.y.contiguous(), leaving.mix)
+        y, mix = (streams, StreamMix(squares, squares)) if leaving is None else (leaving.y.contiguous(), leaving.mix)
         _join[(rows, parts)](
             streams, y, mix.share, mix.mixing, project.weight, out, products, squares, hidden, N=n,
             NP=triton.next_power_of_2(n), M=m, LEAVE=leaving is not None, MULTIPLY=few, BLOCK=block, num_warps=4,

@@ -22,14 +22,14 @@ class HyperWeights(NamedTuple):
 
 
 def mixed(streams: Tensor, y: Tensor, share: Tensor, mixing: Tensor) -> Tensor:
-    """`Mix.leave` in torch."""
+    """`StreamMix.leave` in torch."""
     total = share[:, :, None] * y.float()[:, None]
     for j in range(streams.shape[1]):  # a fused sum's bits would depend on the number of rows
         total += mixing[:, j, :, None] * streams[:, j, None].float()
     return total.to(streams.dtype)
 
 
-class Mix(NamedTuple):
+class StreamMix(NamedTuple):
     """How a block's result returns to the streams: share [T, n] of it, and the streams' own mixing [T, n, n]: from the
     second dimension to the third. leave: streams, result, share, mixing -> streams."""
 
@@ -37,7 +37,7 @@ class Mix(NamedTuple):
     mixing: Tensor
     leave: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = mixed
 
-    def of(self, rows: Tensor) -> Mix:
+    def of(self, rows: Tensor) -> StreamMix:
         return self._replace(share=self.share[rows], mixing=self.mixing[rows])
 
     def left(self, streams: Tensor, y: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ class Leaving(NamedTuple):
     """A block's result [T, hidden], and how it returns."""
 
     y: Tensor
-    mix: Mix
+    mix: StreamMix
 
 
 class RowNorm(NamedTuple):
@@ -71,7 +71,7 @@ class HyperStreams:
 
     def advanced(
         self, streams: Tensor, leaving: Leaving | None, norm: RowNorm, last: bool = False
-    ) -> tuple[Tensor, Tensor, Mix | None]:
+    ) -> tuple[Tensor, Tensor, StreamMix | None]:
         """The streams after what is leaving has joined them, a block's normed rows [T, hidden], and how its result
         returns; None where no block follows. The streams given stay as they are."""
         if leaving is not None:
@@ -79,13 +79,13 @@ class HyperStreams:
         x, mix = (self.summed(streams), None) if last else self.entered(streams)
         return streams, norm(x), mix
 
-    def entered(self, streams: Tensor) -> tuple[Tensor, Mix]:
+    def entered(self, streams: Tensor) -> tuple[Tensor, StreamMix]:
         """A block's rows [T, hidden], and how its result returns."""
         n = self.shape.streams
         logits = self._mix_logits(streams)
         shares = logits.sigmoid()
         balanced = _balanced(logits[:, 2 * n : (2 + n) * n].unflatten(-1, (n, n)), self.shape)
-        return self._weighed(streams, shares), Mix(2 * shares[:, n : 2 * n], balanced)
+        return self._weighed(streams, shares), StreamMix(2 * shares[:, n : 2 * n], balanced)
 
     def summed(self, streams: Tensor) -> Tensor:
         """The rows [T, hidden] that follow the last block."""

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tandem.kernels.chosen import Chosen
+from tandem.kernels.chosen import SelectedKeys
 from tandem.kernels.ops import SureRead
-from tandem.mechanisms.token_index.pooled import PooledIndex, PooledKeys, PoolWeights
+from tandem.mechanisms.token_index.pooled import KeyPoolWeights, PooledIndex, PooledKeys
 from tandem.mechanisms.token_index.shape import Index
 from tandem.mechanisms.token_index.torch import IndexWeights, TokenIndex
 from tandem.models.builder import Builder
@@ -33,7 +33,7 @@ class TokenChoice:
     def reads(self) -> list[SureRead]:
         return sure_reads(self.query, self.key, self.gates)
 
-    def __call__(self, x: Tensor, latent: Tensor, p: Pass, cache: Sequence[Arrays]) -> Chosen | None:
+    def __call__(self, x: Tensor, latent: Tensor, p: Pass, cache: Sequence[Arrays]) -> SelectedKeys | None:
         """x [T, hidden], normed; latent [T, q_rank], of the queries; cache: of the layer, with the indexer's keys."""
         ((_, keys),) = cache
         return self.index(self.query(latent), self.key(x), self.gates(x, torch.float32), p.batch, keys)
@@ -50,12 +50,12 @@ class PooledChoice:
         self.gates = b.float_linear(name + "weights_proj", shape.heads, hidden)
         norm, bias = (b.float_tensor(f"{name}k_norm.{part}", shape.dim) for part in ("weight", "bias"))
         places = b.float_tensor(pooled + "ape", shape.pool, shape.dim)
-        self.index: PooledIndex = b.ops.bound(shape, PoolWeights(norm, bias, places))
+        self.index: PooledIndex = b.ops.bound(shape, KeyPoolWeights(norm, bias, places))
 
     def reads(self) -> list[SureRead]:
         return sure_reads(self.query, self.keys, self.gates)
 
-    def __call__(self, x: Tensor, latent: Tensor, p: Pass, cache: Sequence[Arrays]) -> Chosen:
+    def __call__(self, x: Tensor, latent: Tensor, p: Pass, cache: Sequence[Arrays]) -> SelectedKeys:
         """As `TokenChoice`'s."""
         (tokens,), (ring,), (keys,) = cache
         new_keys = self.keys(x)

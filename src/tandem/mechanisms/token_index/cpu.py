@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from tandem import _core
-from tandem.kernels.batch_layout import BatchLayout
-from tandem.kernels.chosen import Chosen
-from tandem.kernels.step_rows import Step
-from tandem.mechanisms.token_index.pooled import PooledIndex, PooledKeys, PoolWeights, close_pools
+from tandem.kernels.batch_layout import KernelBatch
+from tandem.kernels.chosen import SelectedKeys
+from tandem.kernels.step_rows import StepContext
+from tandem.mechanisms.token_index.pooled import KeyPoolWeights, PooledIndex, PooledKeys, close_pools
 from tandem.mechanisms.token_index.shape import Index
 from tandem.mechanisms.token_index.torch import IndexWeights, TokenIndex
 
@@ -22,7 +22,7 @@ class Views(Protocol):
     pool: _core.WorkerPool
     tier: str
 
-    def view_of(self, batch: BatchLayout, pages: Tensor) -> _core.BatchView:
+    def view_of(self, batch: KernelBatch, pages: Tensor) -> _core.BatchView:
         """The step's checked indices."""
         ...
 
@@ -37,7 +37,7 @@ class CpuTokenIndex:
             shape.rope.pairs == "neighbours", shape.pool,
         )  # fmt: skip
 
-    def __call__(self, q: Tensor, k: Tensor, gates: Tensor, batch: BatchLayout, pages: Tensor) -> Chosen:
+    def __call__(self, q: Tensor, k: Tensor, gates: Tensor, batch: KernelBatch, pages: Tensor) -> SelectedKeys:
         chosen = _empty(self._shape, gates)
         view = self._ops.view_of(batch, pages)
         self._index.choose(view, q, k, gates, *self._weights, pages, *chosen, self._shape.eps)
@@ -47,13 +47,15 @@ class CpuTokenIndex:
 class CpuPooledIndex:
     """`PooledIndex`: torch makes keys of pools, of which a step has few."""
 
-    def __init__(self, ops: Views, shape: Index, weights: PoolWeights) -> None:
+    def __init__(self, ops: Views, shape: Index, weights: KeyPoolWeights) -> None:
         self._ops, self._shape, self._weights = ops, shape, weights
         self._index = _core.TokenIndex(
             ops.pool, ops.tier, shape.heads, shape.dim, 0, shape.budget, neighbours=False, tokens=shape.pool
         )
 
-    def __call__(self, q: Tensor, raw_keys: Tensor, gates: Tensor, step: Step, cache: PooledKeys) -> Chosen:
+    def __call__(
+        self, q: Tensor, raw_keys: Tensor, gates: Tensor, step: StepContext, cache: PooledKeys
+    ) -> SelectedKeys:
         s, w = self._shape, self._weights
         close_pools(raw_keys, step.rows, cache, s, w)
         chosen, no_rotation = _empty(s, gates), gates.new_empty((1, 0))
@@ -62,8 +64,10 @@ class CpuPooledIndex:
         return chosen
 
 
-def _empty(shape: Index, gates: Tensor) -> Chosen:
-    return Chosen(*(gates.new_empty(size, dtype=torch.int32) for size in ((len(gates), shape.most), (len(gates),))))
+def _empty(shape: Index, gates: Tensor) -> SelectedKeys:
+    return SelectedKeys(
+        *(gates.new_empty(size, dtype=torch.int32) for size in ((len(gates), shape.most), (len(gates),)))
+    )
 
 
 class CpuChosenAttention:
@@ -72,14 +76,14 @@ class CpuChosenAttention:
     def __init__(self, ops: Views) -> None:
         self._ops, self._attention = ops, _core.ChosenAttention(ops.pool, ops.tier)
 
-    def __call__(self, q: Tensor, pages: Tensor, batch: BatchLayout, scale: float, chosen: Chosen) -> Tensor:
+    def __call__(self, q: Tensor, pages: Tensor, batch: KernelBatch, scale: float, chosen: SelectedKeys) -> Tensor:
         rows, heads, head_dim = q.shape
         out, view = q.new_empty((rows, heads * head_dim)), self._ops.view_of(batch, pages)
         self._attention.attend(view, q, pages, chosen.rows, chosen.counts, out, scale)
         return out
 
 
-def bound(ops: Views, shape: Index, weights: IndexWeights | PoolWeights) -> TokenIndex | PooledIndex:
-    if isinstance(weights, PoolWeights):
+def bound(ops: Views, shape: Index, weights: IndexWeights | KeyPoolWeights) -> TokenIndex | PooledIndex:
+    if isinstance(weights, KeyPoolWeights):
         return CpuPooledIndex(ops, shape, weights)
     return CpuTokenIndex(ops, shape, weights)

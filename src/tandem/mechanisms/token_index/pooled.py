@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.kernels.chosen import Chosen
-from tandem.kernels.step_rows import Step, StepRows
+from tandem.kernels.chosen import SelectedKeys
+from tandem.kernels.step_rows import StepContext, StepRows
 from tandem.mechanisms.token_index.shape import Index
 from tandem.spec.state import LANES
 
 
-class PoolWeights(NamedTuple):
+class KeyPoolWeights(NamedTuple):
     """float32: of keys' norm [dim], and what is added to gates by a token's place in its pool [pool, dim]."""
 
     norm: Tensor
@@ -37,7 +37,9 @@ class PooledKeys(NamedTuple):
 class PooledIndex(Protocol):
     """An indexer between its matrices."""
 
-    def __call__(self, q: Tensor, raw_keys: Tensor, gates: Tensor, step: Step, cache: PooledKeys) -> Chosen:
+    def __call__(
+        self, q: Tensor, raw_keys: Tensor, gates: Tensor, step: StepContext, cache: PooledKeys
+    ) -> SelectedKeys:
         """q [T, heads * dim], raw_keys [T, 2 * dim]: a key, before its norm, and its gates; gates float32 [T, heads] →
         each row's choice: the tokens of the keys with the highest scores, of equal ones the earliest, and those behind
         the last whole pool. Scores are float32; a row's choice depends on its own sequence only, not on how that was
@@ -48,10 +50,12 @@ class PooledIndex(Protocol):
 class TorchPooledIndex:
     """`PooledIndex` in plain torch: the oracle. It computes in the type of the norm's weights."""
 
-    def __init__(self, shape: Index, weights: PoolWeights) -> None:
+    def __init__(self, shape: Index, weights: KeyPoolWeights) -> None:
         self.shape, self.weights, self.wide = shape, weights, weights.norm.dtype
 
-    def __call__(self, q: Tensor, raw_keys: Tensor, gates: Tensor, step: Step, cache: PooledKeys) -> Chosen:
+    def __call__(
+        self, q: Tensor, raw_keys: Tensor, gates: Tensor, step: StepContext, cache: PooledKeys
+    ) -> SelectedKeys:
         close_pools(raw_keys, step.rows, cache, self.shape, self.weights)
         rows, batch = list[Tensor](), step.batch
         starts, page = batch.query_starts.tolist(), cache.tokens.shape[1]
@@ -62,7 +66,7 @@ class TorchPooledIndex:
                 visible = length - starts[i + 1] + t + 1
                 rows.append(token_rows[self._chosen(q[t], gates[t], token_rows[:visible], cache.keys)].int())
         filled = torch.stack([F.pad(each, (0, self.shape.most - len(each))) for each in rows])
-        return Chosen(filled, torch.tensor([len(each) for each in rows], dtype=torch.int32))
+        return SelectedKeys(filled, torch.tensor([len(each) for each in rows], dtype=torch.int32))
 
     def _chosen(self, q: Tensor, gates: Tensor, token_rows: Tensor, pages: Tensor) -> Tensor:
         """Positions, ascending, of a row that sees the tokens at `token_rows`."""
@@ -74,7 +78,7 @@ class TorchPooledIndex:
         return torch.cat((tokens.flatten(), torch.arange(whole * s.pool, len(token_rows))))
 
 
-def close_pools(raw_keys: Tensor, rows: StepRows, cache: PooledKeys, shape: Index, weights: PoolWeights) -> None:
+def close_pools(raw_keys: Tensor, rows: StepRows, cache: PooledKeys, shape: Index, weights: KeyPoolWeights) -> None:
     """Writes keys whose last tokens are among the rows, and keeps what the rows have made. Weights of a pool's keys are
     rounded to the keys' type, as Transformers does."""
     dim, pool, wide = shape.dim, shape.pool, weights.norm.dtype
@@ -93,6 +97,6 @@ def close_pools(raw_keys: Tensor, rows: StepRows, cache: PooledKeys, shape: Inde
 
 
 def _shares(gates: Tensor) -> Tensor:
-    """Softmax of [C, pool, dim] over a pool, of whole vectors, as in `shared_kv/pool.py`."""
+    """Softmax of [C, pool, dim] over a pool, of whole vectors, as in `mechanisms/shared_kv/pool.py`."""
     width = gates.shape[2]
     return F.pad(gates, (0, -width % (2 * LANES))).softmax(1)[:, :, :width]

@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.kernels.batch_layout import BatchLayout
-from tandem.kernels.chosen import Chosen
-from tandem.mechanisms.token_index.pooled import PooledIndex, PoolWeights, TorchPooledIndex
+from tandem.kernels.batch_layout import KernelBatch
+from tandem.kernels.chosen import SelectedKeys
+from tandem.mechanisms.token_index.pooled import KeyPoolWeights, PooledIndex, TorchPooledIndex
 from tandem.mechanisms.token_index.shape import Index
 
 
 class IndexWeights(NamedTuple):
-    """Weights of the keys' norm, float32 [dim], and rotary tables as `Rope` has them, float32 [positions, rotary
+    """Weights of the keys' norm, float32 [dim], and rotary tables as `RopeTables` has them, float32 [positions, rotary
     channels / 2]."""
 
     norm: Tensor
@@ -27,7 +27,7 @@ class IndexWeights(NamedTuple):
 class TokenIndex(Protocol):
     """An indexer between its matrices."""
 
-    def __call__(self, q: Tensor, k: Tensor, gates: Tensor, batch: BatchLayout, pages: Tensor) -> Chosen | None:
+    def __call__(self, q: Tensor, k: Tensor, gates: Tensor, batch: KernelBatch, pages: Tensor) -> SelectedKeys | None:
         """q [T, heads * dim] and k [T, dim], before norm and rotation, gates float32 [T, heads] → each row's choice;
         None: all tokens up to itself, for every row.
 
@@ -45,7 +45,7 @@ class TorchTokenIndex:
     def __init__(self, shape: Index, weights: IndexWeights) -> None:
         self.shape, self.weights, self.wide = shape, weights, weights.norm.dtype
 
-    def __call__(self, q: Tensor, k: Tensor, gates: Tensor, batch: BatchLayout, pages: Tensor) -> Chosen:
+    def __call__(self, q: Tensor, k: Tensor, gates: Tensor, batch: KernelBatch, pages: Tensor) -> SelectedKeys:
         s = self.shape
         self.store(k, batch, pages)
         queries = self._turned(q.view(len(q), s.heads, s.dim), batch.positions)
@@ -58,9 +58,9 @@ class TorchTokenIndex:
                 visible = length - starts[i + 1] + t + 1
                 best = self._best(queries[t], gates[t], known[:visible])
                 rows[t, : len(best)] = token_rows[best].int()
-        return Chosen(rows, (batch.positions + 1).clamp(max=s.budget).int())
+        return SelectedKeys(rows, (batch.positions + 1).clamp(max=s.budget).int())
 
-    def store(self, k: Tensor, batch: BatchLayout, pages: Tensor) -> None:
+    def store(self, k: Tensor, batch: KernelBatch, pages: Tensor) -> None:
         s, w = self.shape, self.weights
         keys = F.layer_norm(k.to(self.wide), (s.dim,), w.norm, w.bias, s.eps).to(k.dtype)
         pages.view(-1, s.dim)[batch.cache_slots] = self._turned(keys[:, None], batch.positions)[:, 0]
@@ -90,7 +90,7 @@ class TorchTokenIndex:
         return torch.cat((a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]), -1)
 
 
-def attend_chosen(q: Tensor, pages: Tensor, batch: BatchLayout, scale: float, chosen: Chosen) -> Tensor:
+def attend_chosen(q: Tensor, pages: Tensor, batch: KernelBatch, scale: float, chosen: SelectedKeys) -> Tensor:
     """q [T, H, D] over one kv head's pages, whose keys are values, too → [T, H * D]. The oracle."""
     known = pages.flatten(0, 1)[chosen.rows.long(), 0]
     mask = torch.arange(known.shape[1]) < chosen.counts[:, None]
@@ -100,7 +100,7 @@ def attend_chosen(q: Tensor, pages: Tensor, batch: BatchLayout, scale: float, ch
     return torch.einsum("thn,tnd->thd", shares, known).to(q.dtype).flatten(1)
 
 
-def bound(ops: object, shape: Index, weights: IndexWeights | PoolWeights) -> TokenIndex | PooledIndex:
-    if isinstance(weights, PoolWeights):
+def bound(ops: object, shape: Index, weights: IndexWeights | KeyPoolWeights) -> TokenIndex | PooledIndex:
+    if isinstance(weights, KeyPoolWeights):
         return TorchPooledIndex(shape, weights)
     return TorchTokenIndex(shape, weights)

@@ -10,7 +10,7 @@ from torch import Tensor
 from tandem.architectures.foreign.hooks import answering
 from tandem.errors import EngineError
 from tandem.models.batch import ForwardBatch
-from tandem.models.foreign.experts import LayerExperts
+from tandem.models.foreign.experts import ForeignExperts
 from tandem.models.passing import States
 
 
@@ -21,7 +21,7 @@ class AloneModel:
     logits are wanted, and then run at once; later ones run token by token.
     """
 
-    def __init__(self, module: Any, experts: dict[int, LayerExperts]) -> None:
+    def __init__(self, module: Any, experts: dict[int, ForeignExperts]) -> None:
         """experts: by id of the module that calls them."""
         self._module, self._experts = module, experts
         self._cache: Any = None

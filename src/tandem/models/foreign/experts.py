@@ -9,23 +9,23 @@ import torch
 from torch import Tensor
 
 from tandem.errors import CheckpointError
-from tandem.experts import ExpertMatrices, Experts
+from tandem.experts import ExpertMatrices, RoutedExperts
 from tandem.formats.codes import Weight, WeightCodes
 from tandem.formats.cut import numbers, rows_of
 from tandem.kernels.ops import Routing, Tally
 from tandem.kernels.tally import count_choices
-from tandem.models.foreign.names import Source, module_of
+from tandem.models.foreign.names import TensorRecipe, module_of
 from tandem.models.foreign.stored import StoredTensors
 from tandem.models.names import ungated
 
 BOTH, UP, DOWN = "gate_up_proj", "up_proj", "down_proj"
 
 
-class LayerExperts:
+class ForeignExperts:
     """Sum over a token's experts, in place of an experts module of Transformers."""
 
     def __init__(
-        self, experts: Experts, tally: Tally | None, norm: Callable[[Tensor], Tensor] | None
+        self, experts: RoutedExperts, tally: Tally | None, norm: Callable[[Tensor], Tensor] | None
     ) -> None:
         """norm: of each expert's result, before it is weighed."""
         self._experts, self._tally, self._norm = experts, tally, norm
@@ -79,7 +79,7 @@ class ExpertReader:
             return [self._one(part, names[expert], len(source.found)) for names in source.found.values()]
         return [self._upright(self._converted(part, source, expert))]
 
-    def _is_upright(self, part: str, source: Source) -> bool:
+    def _is_upright(self, part: str, source: TensorRecipe) -> bool:
         """Whether a converter that only transposes what lies otherwise would leave it."""
         checks = all(getattr(each, "check_dims", False) for each in source.converter.operations)
         if not checks or source.name not in self._checkpoint:
@@ -95,7 +95,7 @@ class ExpertReader:
         count, rows, columns = self._shapes[part]
         return self._checkpoint.expert_weight(module_of(name), expert, (count, rows, columns))
 
-    def _converted(self, part: str, source: Source, expert: int) -> Tensor:
+    def _converted(self, part: str, source: TensorRecipe, expert: int) -> Tensor:
         """Through Transformers' converter, with this expert alone."""
         count = self._shapes[part][0]
         tensors = {p: self._of_expert(names, expert, count) for p, names in source.found.items()}
@@ -125,13 +125,13 @@ class ExpertReader:
         return rows[0::2], rows[1::2]
 
 
-def _merges(source: Source) -> bool:
+def _merges(source: TensorRecipe) -> bool:
     """Experts that are stored one by one, and only stacked, gate before up."""
     kinds = [type(each).__name__ for each in source.converter.operations]
     return kinds in (["MergeModulelist"], ["MergeModulelist", "Concatenate"])
 
 
-def _need(stored: StoredTensors, name: str) -> Source:
+def _need(stored: StoredTensors, name: str) -> TensorRecipe:
     source = stored.source(name)
     if source is None:
         raise stored.missing(name)

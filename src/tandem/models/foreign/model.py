@@ -15,7 +15,7 @@ from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder
 from tandem.models.foreign.alone import AloneModel
 from tandem.models.foreign.attention import PagedAttention
-from tandem.models.foreign.experts import LayerExperts
+from tandem.models.foreign.experts import ForeignExperts
 from tandem.models.foreign.weights import WeightLoader
 from tandem.models.passing import States
 
@@ -27,7 +27,7 @@ class ForeignModel:
     """
 
     def __init__(
-        self, module: Any, experts: dict[int, LayerExperts], attention: dict[int, PagedAttention]
+        self, module: Any, experts: dict[int, ForeignExperts], attention: dict[int, PagedAttention]
     ) -> None:
         """experts and attention: by id of the module that calls them, attention in the order of `States`."""
         self._module, self._experts, self._attention = module, experts, attention
@@ -37,7 +37,7 @@ class ForeignModel:
     def forward(self, batch: ForwardBatch, states: States) -> Tensor:
         """As `Model.forward`."""
         rows = {"logits_to_keep": batch.logits_rows} if self._keeps else {}
-        with answering(_Step(self, batch, states)):
+        with answering(_ForeignStep(self, batch, states)):
             out = self._module(
                 input_ids=batch.input_ids[None], position_ids=batch.positions[None], use_cache=False, **rows
             )
@@ -45,7 +45,7 @@ class ForeignModel:
         return logits if self._keeps else logits[batch.logits_rows]
 
     def attend(
-        self, module: Any, qkv: tuple[Tensor, Tensor, Tensor], step: _Step, sinks: Tensor | None
+        self, module: Any, qkv: tuple[Tensor, Tensor, Tensor], step: _ForeignStep, sinks: Tensor | None
     ) -> Tensor:
         key = id(module)
         return self._attention[key](*qkv, step.batch, step.states[self._order[key]], sinks)
@@ -54,7 +54,7 @@ class ForeignModel:
         return self._experts[id(module)](x, ids, weights)
 
 
-class _Step:
+class _ForeignStep:
     """`Hooks` of one step."""
 
     def __init__(self, model: ForeignModel, batch: ForwardBatch, states: States) -> None:

@@ -46,7 +46,7 @@ class Matrix(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
 
-class Table(nn.Module):
+class MappedEmbedding(nn.Module):
     """In place of `nn.Embedding`: rows out of the mapped file."""
 
     def __init__(self, find: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:

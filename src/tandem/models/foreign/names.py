@@ -16,7 +16,7 @@ INSIDE = "model.language_model."
 
 
 @dataclass(slots=True)
-class Source:
+class TensorRecipe:
     """converter: what makes one tensor of several, or others of one; None: it is only called otherwise. found: names in
     the checkpoint by the converter's patterns, in the order of their numbers."""
 
@@ -38,7 +38,7 @@ class Source:
         return {name: value[0] if isinstance(value, list) else value for name, value in by_name.items()}
 
 
-def sources(model: Any, names: Iterable[str]) -> tuple[dict[str, Source], list[str]]:
+def sources(model: Any, names: Iterable[str]) -> tuple[dict[str, TensorRecipe], list[str]]:
     """By the module tensor that they make, the first where a converter makes several; and names that make none."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
@@ -53,7 +53,7 @@ def sources(model: Any, names: Iterable[str]) -> tuple[dict[str, Source], list[s
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    by_target: dict[str, Source] = {}
+    by_target: dict[str, TensorRecipe] = {}
     unused = []
     for name in sorted(matrix_names(names), key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, targets)
@@ -62,7 +62,7 @@ def sources(model: Any, names: Iterable[str]) -> tuple[dict[str, Source], list[s
         if target not in targets:
             unused.append(name)
             continue
-        source = by_target.setdefault(target, Source(by_pattern.get(pattern) if pattern else None))
+        source = by_target.setdefault(target, TensorRecipe(by_pattern.get(pattern) if pattern else None))
         source.found[pattern or name].append(name)
     return by_target, unused
 
@@ -70,8 +70,8 @@ def sources(model: Any, names: Iterable[str]) -> tuple[dict[str, Source], list[s
 def _spelt_otherwise(
     name: str, target: str, pattern: str | None, targets: Mapping[str, Tensor]
 ) -> tuple[str, str | None]:
-    """The module tensor of a name that Transformers' conversions do not lead to one: the same, or that of a text model
-    inside a multimodal one, whose names a checkpoint has without the part before."""
+    """The module tensor of a name that Transformers' conversions do not lead to one. It is the same name, or that of a
+    text model inside a multimodal one; a checkpoint has such names without the part before."""
     if name in targets:
         return name, None
     inside = target.replace("model.", INSIDE, 1) if target.startswith("model.") else target

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tandem.checkpoint import Checkpoint
 from tandem.errors import CheckpointError
 from tandem.formats.cut import numbers
-from tandem.models.foreign.names import Source, module_of, sources
+from tandem.models.foreign.names import TensorRecipe, module_of, sources
 
 
 class StoredTensors:
@@ -26,7 +26,7 @@ class StoredTensors:
         self._wide = _patterns(getattr(model, "_keep_in_fp32_modules_strict", None))
         self._absent = _patterns(getattr(model, "_keys_to_ignore_on_load_missing", None))
 
-    def source(self, name: str) -> Source | None:
+    def source(self, name: str) -> TensorRecipe | None:
         """Source of the tensor, or of the one that it is tied to; None where no file has it."""
         return self.found.get(name if name in self.found else self._tied.get(name, name))
 

@@ -16,8 +16,8 @@ from tandem.architectures.foreign.skeleton import expert_modules, layer_of
 from tandem.errors import CheckpointError
 from tandem.experts import ExpertMatrices
 from tandem.models.builder import Builder
-from tandem.models.foreign.experts import ExpertReader, LayerExperts
-from tandem.models.foreign.modules import Matrix, Table, replace_module
+from tandem.models.foreign.experts import ExpertReader, ForeignExperts
+from tandem.models.foreign.modules import MappedEmbedding, Matrix, replace_module
 from tandem.models.foreign.names import module_of
 from tandem.models.foreign.stored import StoredTensors, put
 
@@ -31,7 +31,7 @@ class WeightLoader:
         self._stored = StoredTensors(model, b.checkpoint)
         self._modules, self._matrices = expert_modules(model), linears(model)
         self._idle = _idle_parts(model, ran)
-        self.experts: dict[int, LayerExperts] = {}
+        self.experts: dict[int, ForeignExperts] = {}
 
     def load(self) -> None:
         """Layer by layer, so that the file's pages can be let go of. Raises CheckpointError naming what is missing."""
@@ -96,10 +96,10 @@ class WeightLoader:
         plain = type(self._model.get_submodule(module)) is nn.Embedding
         return plain and self._stored.plain(f"{module}.weight") is not None
 
-    def _table(self, module: str) -> Table:
+    def _table(self, module: str) -> MappedEmbedding:
         own: nn.Embedding = self._model.get_submodule(module)
         name = self._stored.plain(f"{module}.weight") or ""
-        return Table(self._b.lookup(name, own.num_embeddings, own.embedding_dim), self._b.dtype)
+        return MappedEmbedding(self._b.lookup(name, own.num_embeddings, own.embedding_dim), self._b.dtype)
 
     def _tensor(self, name: str) -> None:
         owner, _, last = name.rpartition(".")
@@ -124,7 +124,7 @@ class WeightLoader:
         experts = self._b.experts(layer, shape.experts, matrices_of)
         module = self._modules[names[layer]]
         norm = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
-        self.experts[id(module)] = LayerExperts(experts, self._b.tally(layer), norm)
+        self.experts[id(module)] = ForeignExperts(experts, self._b.tally(layer), norm)
         for name in list(module._parameters):  # experts are ours: their tensors are never made
             module._parameters[name] = None
 

@@ -12,7 +12,7 @@ from tandem.spec.vision import Processor, Tower
 THETA = 10000.0
 
 
-class Turns(NamedTuple):
+class PatchRotation(NamedTuple):
     """cos, sin [patches, channels of a head]."""
 
     cos: Tensor
@@ -26,11 +26,22 @@ def patches_of(pixels: Tensor, p: Processor) -> Tensor:
     return cut.reshape(-1, 3, p.patch, p.patch)
 
 
-def normed(patches: Tensor, p: Processor) -> Tensor:
-    """uint8 [n, 3, patch, patch] → float32 [n, 3 * temporal * patch * patch]: all frames are alike."""
-    mean, std = (torch.tensor(each, device=patches.device)[:, None, None] for each in (p.mean, p.std))
-    frame = (patches.float() / 255 - mean) / std
-    return frame[:, :, None].expand(-1, -1, p.temporal, -1, -1).reshape(len(patches), -1)
+class PixelNorm(NamedTuple):
+    """Mean and deviation of channels, each float32 [3, 1, 1]. They are made once: a copy to a GPU waits for it."""
+
+    mean: Tensor
+    std: Tensor
+    temporal: int
+
+    @classmethod
+    def of(cls, p: Processor, device: torch.device) -> PixelNorm:
+        mean, std = (torch.tensor(each, device=device)[:, None, None] for each in (p.mean, p.std))
+        return cls(mean, std, p.temporal)
+
+    def __call__(self, patches: Tensor) -> Tensor:
+        """uint8 [n, 3, patch, patch] → float32 [n, 3 * temporal * patch * patch]: all frames are alike."""
+        frame = (patches.float() / 255 - self.mean) / self.std
+        return frame[:, :, None].expand(-1, -1, self.temporal, -1, -1).reshape(len(patches), -1)
 
 
 def order_of(down: int, across: int, merge: int) -> Tensor:
@@ -60,15 +71,15 @@ def _between(side: int, count: int, device: torch.device) -> tuple[Tensor, Tenso
     return first.to(device), (first + 1).clamp(max=side - 1).to(device), (places - first).to(device)
 
 
-def turns_of(order: Tensor, tower: Tower, device: torch.device) -> Turns:
-    """The first half of a head's pairs turns by the row, the other by the column."""
+def turns_of(order: Tensor, tower: Tower) -> PatchRotation:
+    """The first half of a head's pairs turns by the row, the other by the column. Computed where `order` is."""
     quarter = tower.hidden // tower.heads // 4
     speeds = 1.0 / THETA ** (torch.arange(quarter, dtype=torch.float32) / quarter)
-    angles = (order[:, :, None].float() * speeds).flatten(1).repeat(1, 2)
-    return Turns(angles.cos().to(device), angles.sin().to(device))
+    angles = (order[:, :, None].float() * speeds.to(order.device)).flatten(1).repeat(1, 2)
+    return PatchRotation(angles.cos(), angles.sin())
 
 
-def turned(x: Tensor, turns: Turns, rows: slice) -> Tensor:
+def turned(x: Tensor, turns: PatchRotation, rows: slice) -> Tensor:
     """x [n, heads, channels] of these rows, turned in halves, in float32."""
     wide, cos, sin = x.float(), turns.cos[rows, None], turns.sin[rows, None]
     first, second = wide.chunk(2, -1)

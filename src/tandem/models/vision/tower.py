@@ -13,9 +13,17 @@ from tandem.kernels.images import ImageAttention, ImageShape
 from tandem.kernels.ops import Linear
 from tandem.models.builder import Builder
 from tandem.models.draft_layer import TensorNames
-from tandem.models.vision.patches import Turns, normed, order_of, patches_of, positions_of, turned, turns_of
+from tandem.models.vision.patches import (
+    PatchRotation,
+    PixelNorm,
+    order_of,
+    patches_of,
+    positions_of,
+    turned,
+    turns_of,
+)
 from tandem.spec.model_config import ModelConfig
-from tandem.spec.vision import CPU_PATCHES, Tower
+from tandem.spec.vision import CPU_PATCHES, GPU_PATCHES, Tower
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +50,9 @@ class VisionTower:
         prefix = names.prefix
         self._patch = b.convolution(f"{prefix}patch_embed.proj", hidden, 3, p.temporal, p.patch, p.patch)
         self._learned = b.float_tensor(f"{prefix}pos_embed.weight", tower.side**2, hidden)
-        self._blocks = [_Block(b, tower, f"{prefix}blocks.{i}.") for i in range(tower.depth)]
+        self._norm = PixelNorm.of(p, self.device)
+        self._rows = GPU_PATCHES if self.device.type == "cuda" else CPU_PATCHES
+        self._blocks = [_TowerBlock(b, tower, f"{prefix}blocks.{i}.") for i in range(tower.depth)]
         self._merger = _Merger(b, tower, f"{prefix}merger.", names.merger, early=True)
         indices = range(len(tower.deep))
         self._deep = [_Merger(b, tower, f"{prefix}{names.deep}.{i}.", names.merger, early=False) for i in indices]
@@ -55,34 +65,31 @@ class VisionTower:
     def encode(self, pixels: Tensor) -> Encoding:
         """pixels: uint8 [height, width, 3], resized, in host memory."""
         p = self.tower.processor
-        patches, order = patches_of(pixels.to(self.device), p), order_of(*p.grid(*pixels.shape[:2])[1:], p.merge)
-        tiles = list(_tiles(len(patches), self._rows(len(patches))))
-        x, turns = self._places(order), turns_of(order, self.tower, self.device)
+        patches = patches_of(pixels.to(self.device), p)
+        yield
+        down, across = p.grid(*pixels.shape[:2])[1:]
+        order = order_of(down, across, p.merge).to(self.device)
+        x, turns = self._places(order, down, across), turns_of(order, self.tower)
+        tiles = _tiles(len(patches), self._rows, p.merge**2)
         yield
         for rows in tiles:
-            x[rows] += self._patch(normed(patches[rows], p).to(self.dtype))
+            x[rows] += self._patch(self._norm(patches[rows]).to(self.dtype))
             yield
         shape = ImageShape(len(patches), self.tower.heads, self.tower.hidden // self.tower.heads, tiles[0].stop)
         attention, levels = self._ops.image_attention(shape, self.dtype), list[Tensor]()
         for i, block in enumerate(self._blocks):
             yield from block.run(x, turns, attention, tiles)
-            yield
             if i in self.tower.deep:
                 levels.append((yield from self._deep[len(levels)].run(x, tiles)))
         return torch.stack([(yield from self._merger.run(x, tiles)), *levels], 1)
 
-    def _places(self, order: Tensor) -> Tensor:
+    def _places(self, order: Tensor, down: int, across: int) -> Tensor:
         """Learned positions of an image's patches, [patches, hidden]."""
-        down, across = (order.max(0).values + 1).tolist()
         table = positions_of(self._learned.view(self.tower.side, self.tower.side, -1), down, across)
-        cells = order.to(self.device)
-        return table[cells[:, 0], cells[:, 1]].to(self.dtype)
-
-    def _rows(self, patches: int) -> int:
-        return patches if self.device.type == "cuda" else CPU_PATCHES
+        return table[order[:, 0], order[:, 1]].to(self.dtype)
 
 
-class _Norm:
+class _TowerNorm:
     def __init__(self, b: Builder, name: str, size: int, eps: float) -> None:
         self._weight, self._bias = b.tensor(f"{name}.weight", size), b.tensor(f"{name}.bias", size)
         self._eps = eps
@@ -91,37 +98,34 @@ class _Norm:
         return F.layer_norm(x, self._weight.shape, self._weight, self._bias, self._eps)
 
 
-class _Block:
+class _TowerBlock:
     """Attention of all patches of an image to all, and a feed-forward."""
 
     def __init__(self, b: Builder, tower: Tower, name: str) -> None:
         hidden, width = tower.hidden, tower.width
         self._heads = tower.heads
-        self._norms = [_Norm(b, f"{name}norm{i}", hidden, tower.eps) for i in (1, 2)]
+        self._norms = [_TowerNorm(b, f"{name}norm{i}", hidden, tower.eps) for i in (1, 2)]
         self._qkv = b.linear([f"{name}attn.qkv"], [3 * hidden], hidden, bias=True)
         self._out = b.linear([f"{name}attn.proj"], [hidden], hidden, bias=True)
         self._up = b.linear([f"{name}mlp.linear_fc1"], [width], hidden, bias=True)
         self._down = b.linear([f"{name}mlp.linear_fc2"], [hidden], width, bias=True)
 
-    def run(self, x: Tensor, turns: Turns, attention: ImageAttention, tiles: list[slice]) -> Iterator[None]:
-        """Changes x [patches, hidden]; stops after each tile of rows, if there are several."""
-        cut, parts = len(tiles) > 1, list[tuple[Tensor, Tensor, Tensor]]()
+    def run(self, x: Tensor, turns: PatchRotation, attention: ImageAttention, tiles: list[slice]) -> Iterator[None]:
+        """Changes x [patches, hidden]; stops after each tile of rows: before attention, in it, and behind it."""
+        parts = list[tuple[Tensor, Tensor, Tensor]]()
         for rows in tiles:
             q, k, v = self._qkv(self._norms[0](x[rows])).unflatten(1, (3, self._heads, -1)).unbind(1)
             parts.append((turned(q, turns, rows), turned(k, turns, rows), v))
-            if cut:
-                yield
+            yield
         attention.show(torch.cat([k for _, k, _ in parts]), torch.cat([v for _, _, v in parts]))
         for rows, (q, _, _) in zip(tiles, parts, strict=True):
             x[rows] += self._out(attention.attend(q))
-            if cut:
-                yield
+            yield
         parts.clear()
         for rows in tiles:
             up = F.gelu(self._up(self._norms[1](x[rows])), approximate="tanh")
             x[rows] += self._down(up)
-            if cut:
-                yield
+            yield
 
 
 class _Merger:
@@ -131,7 +135,7 @@ class _Merger:
         """modules: as of `TowerNames`. early: the norm is of patches, not of what they become together."""
         norm, up, down = (name + module for module in modules)
         self._wide = tower.hidden * tower.processor.merge**2
-        self._early, self._norm = early, _Norm(b, norm, tower.hidden if early else self._wide, tower.eps)
+        self._early, self._norm = early, _TowerNorm(b, norm, tower.hidden if early else self._wide, tower.eps)
         self._up: Linear = b.linear([up], [self._wide], self._wide, bias=True)
         self._down: Linear = b.linear([down], [tower.out], self._wide, bias=True)
 
@@ -146,8 +150,11 @@ class _Merger:
         return torch.cat(parts)
 
 
-def _tiles(rows: int, most: int) -> Iterator[slice]:
-    return (slice(first, min(first + most, rows)) for first in range(0, rows, most))
+def _tiles(rows: int, most: int, together: int) -> list[slice]:
+    """Tiles of about equal size, each of whole tokens. most, together: rows of a tile, and of a token."""
+    tokens = rows // together
+    each = -(-tokens // -(-rows // most)) * together
+    return [slice(first, min(first + each, rows)) for first in range(0, rows, each)]
 
 
 def with_stored_tower(model: ModelConfig, checkpoint: TensorNames) -> ModelConfig:

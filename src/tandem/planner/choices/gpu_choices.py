@@ -10,18 +10,19 @@ from tandem.machine.gpus import Gpu
 from tandem.planner.attention_backend import attention_backend
 from tandem.planner.choices.decision import Decision
 from tandem.planner.choices.deferral import deferred_experts
-from tandem.planner.choices.left_to_ram import live_placement
+from tandem.planner.choices.live_placement import live_placement
 from tandem.planner.cuda_graphs import captured_sizes, graph_reason, settled_sizes
 from tandem.planner.gpu_plan import MAX_PATIENCE_SECONDS, GpuPlan
 from tandem.planner.memory import MemoryPlan, MemoryRequest
 from tandem.planner.sizing import size_gpu
+from tandem.planner.stages.sized import in_stages
 from tandem.spec.model_config import draft_experts
 
 
 def gpu_choices(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[MemoryPlan, GpuPlan]:
     """Plan the GPU's memory and its use; the reasons go to `log`. Raises GpuTooSmall, ConfigError."""
     config, model = request.config, request.model
-    m = size_gpu(request, gpu)
+    m, stages = in_stages(request, size_gpu(request, gpu), log)
     everyone = model.routed_experts
     log.append(Decision("GPU experts", f"{m.experts} of {everyone}", m.expert_reason))
     if 0 < m.experts < everyone:
@@ -32,7 +33,7 @@ def gpu_choices(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[
     if draft_experts(model):
         where = "GPU" if gpu_drafts else "CPU memory"
         log.append(Decision("draft experts", where, "all or none, after those asked for"))
-    sizes = captured_sizes(config, model, running, request.guesses)
+    sizes = captured_sizes(config, model, running, request.draft_tokens)
     why = graph_reason(config, model, running)
     if sizes and not (gpu_drafts and m.experts == everyone) and "cuda-core" in request.machine.gpu_missing:
         sizes, why = (), "the package cuda-core is missing, which experts in CPU memory need inside graphs"
@@ -40,17 +41,17 @@ def gpu_choices(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[
     if m.prompt_sizes and sizes:
         rows = ", ".join(map(str, m.prompt_sizes))
         log.append(Decision("prompt graphs", f"{rows} rows", "Python takes longer to start kernels than they run"))
-    spared = config.spared_multiprocessors if m.prompt_sizes and sizes else 0
-    if config.spared_multiprocessors:
-        why = "--spared-multiprocessors" if spared else "prompts are not CUDA graphs here"
-        log.append(Decision("spared multiprocessors", str(spared), why))
+    reserved_sms = config.prefill_reserved_sms if m.prompt_sizes and sizes else 0
+    if config.prefill_reserved_sms:
+        why = "--prefill-reserved-sms" if reserved_sms else "prompts are not CUDA graphs here"
+        log.append(Decision("reserved multiprocessors", str(reserved_sms), why))
     statistics = statistics_file(config, 0 < m.experts < everyone)
     kernels, origin = attention_backend(config, model.attentions, request.machine)
     log.append(Decision("attention", kernels, origin))
     patience = min(MAX_PATIENCE_SECONDS, config.watchdog_timeout / 3)
     strategy, foresight = config.kt_expert_placement_strategy, not config.disable_expert_foresight
-    live, reason = live_placement(config, m.experts, model)
-    if config.kt_enable_dynamic_expert_update:
+    live, reason = live_placement(request, m.experts, bool(m.draft_experts))
+    if config.kt_enable_dynamic_expert_update or 0 < m.experts < everyone:
         log.append(Decision("live placement", "on" if live else "off", reason))
     threshold = config.kt_gpu_prefill_token_threshold
     if m.experts < everyone:
@@ -63,8 +64,8 @@ def gpu_choices(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[
     return m.memory, GpuPlan(
         gpu.name, m.experts, strategy, statistics, sizes, patience, live, gpu.uuid, kernels, foresight,
         threshold if m.ring_bytes else 0, m.ring_bytes, deferred, m.prompt_sizes if sizes else (), m.draft_experts,
-        settled_sizes(config, model, running, request.guesses) if sizes else (), spared,
-        m.step_tokens, m.step_reason, m.shared_tokens, request.embedding_in_ram, m.cramped,
+        settled_sizes(config, model, running, request.draft_tokens) if sizes else (), reserved_sms,
+        m.step_tokens, m.step_reason, m.shared_tokens, request.embedding_in_ram, m.cramped, stages,
     )  # fmt: skip
 
 

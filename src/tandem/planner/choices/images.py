@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tandem.flags.engine_config import EngineConfig
+from tandem.machine.machine import Machine
 from tandem.planner.choices.decision import Decision
 from tandem.planner.plan import Plan
-from tandem.planner.vision_costs import image_seconds, image_tokens
+from tandem.planner.vision_costs import image_seconds, image_tokens, pixel_bytes
 from tandem.spec.model_config import ModelConfig
 
 FLAG = "--disable-vision"
@@ -27,10 +28,12 @@ def why_blind(config: EngineConfig, model: ModelConfig) -> str:
         return f"{FLAG} was given"
     if config.tensor_parallel_size > 1:
         return "ranks read no images yet; leave --tp out"
+    if config.pipeline_parallel_size > 1:
+        return "stages read no images yet; leave --pipeline-parallel-size out"
     return ""
 
 
-def with_images(plan: Plan, config: EngineConfig, model: ModelConfig) -> Plan:
+def with_images(plan: Plan, config: EngineConfig, model: ModelConfig, machine: Machine) -> Plan:
     """The plan, with what it says of images. model: of `seeing`."""
     blind, tower = why_blind(config, model), model.vision
     if model.tower is None:
@@ -42,4 +45,5 @@ def with_images(plan: Plan, config: EngineConfig, model: ModelConfig) -> Plan:
     seconds = image_seconds(tower, plan.tier, len(plan.cpus), gpu)
     reason = f"the tower is on the {where}, and takes about {seconds:.2g} s for a megapixel"
     decision = Decision("images", f"{tokens} tokens each at most", reason)
-    return replace(plan, image_tokens=tokens, decisions=(*plan.decisions, decision))
+    pixels = pixel_bytes(machine.available_memory)
+    return replace(plan, image_tokens=tokens, image_pixel_bytes=pixels, decisions=(*plan.decisions, decision))

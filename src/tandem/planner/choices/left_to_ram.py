@@ -15,6 +15,7 @@ from tandem.planner.memory import (
     gib,
     ram_fraction,
 )
+from tandem.planner.vision_costs import pixel_entries
 from tandem.spec.model_config import FORMAT_BYTES, ModelConfig, draft_experts, embedding_bytes
 
 LARGER_FRACTIONS = (0.85, 0.9, LARGEST_FRACTION)
@@ -24,21 +25,31 @@ ROUNDED = ("int8", "int4")  # what --kt-method makes of experts that are stored 
 def short_of_ram(request: MemoryRequest, gpu_experts: int, drafts_there: bool) -> str:
     """Why the experts that stay in CPU memory do not fit there; "": they do. Of experts and an embedding: what steps
     need beside them is not known yet. The default fraction leaves enough for it."""
-    fraction = ram_fraction(request.config)
-    steps = HOST_STEP_BYTES if fraction > DEFAULT_FRACTION else 0
-    budget = request.machine.available_memory * fraction - steps
-    needed = _needed(request, gpu_experts, drafts_there)
+    moves = request.config.kt_enable_dynamic_expert_update and 0 < gpu_experts < request.model.routed_experts
+    needed, budget = ram_needed(request, gpu_experts, drafts_there, moves), ram_budget(request)
     if needed <= budget:
         return ""
-    reserve = f", less {gib(steps)} for steps" if steps else ""
+    steps = _step_bytes(request)
+    reserve = f", less {gib(steps)} for steps and images" if steps else ""
     return (
-        f"the experts that stay in CPU memory take {gib(needed)}, but {gib(budget)} may be used "
-        f"({fraction:g} of what is free{reserve})"
+        f"the experts that stay in CPU memory take {gib(needed)}, but {gib(int(budget))} may be used "
+        f"({ram_fraction(request.config):g} of what is free{reserve})"
     )
 
 
-def _needed(request: MemoryRequest, gpu_experts: int, drafts_there: bool) -> int:
-    live, _ = live_placement(request.config, gpu_experts, request.model)
+def ram_budget(request: MemoryRequest) -> float:
+    """Bytes of CPU memory for experts and an embedding."""
+    return request.machine.available_memory * ram_fraction(request.config) - _step_bytes(request)
+
+
+def _step_bytes(request: MemoryRequest) -> int:
+    """Bytes that neither experts nor the embedding may have: of steps, and of images that wait."""
+    steps = HOST_STEP_BYTES if ram_fraction(request.config) > DEFAULT_FRACTION else 0
+    return steps + sum(entry.nbytes for entry in pixel_entries(request.model, request.machine.available_memory))
+
+
+def ram_needed(request: MemoryRequest, gpu_experts: int, drafts_there: bool, live: bool) -> int:
+    """Bytes that `ram_budget` is for. live: experts move, for which each layer has a spare place."""
     drafts = 0 if drafts_there else draft_experts(request.model)
     embedding = embedding_bytes(request.model, request.dtype) if request.embedding_in_ram else 0
     share = HostShare(
@@ -93,13 +104,3 @@ def asked_experts(config: EngineConfig, model: ModelConfig) -> tuple[int | None,
         return min(everyone, config.kt_num_gpu_experts * len(model.moe_layers)), "--kt-num-gpu-experts"
     return None, ""
 
-
-def live_placement(config: EngineConfig, gpu_experts: int, model: ModelConfig) -> tuple[bool, str]:
-    """Whether experts move while serving, and why (not)."""
-    if not config.kt_enable_dynamic_expert_update:
-        return False, "--kt-enable-dynamic-expert-update is not given"
-    if gpu_experts == 0:
-        return False, "no expert is on the GPU, so there is no slot to move into"
-    if gpu_experts >= model.routed_experts:
-        return False, "every expert is on the GPU already"
-    return True, "--kt-enable-dynamic-expert-update"

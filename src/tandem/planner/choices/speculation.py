@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from tandem.errors import ConfigError
 from tandem.flags.engine_config import EngineConfig
 from tandem.planner.attention_backend import own_kernels
-from tandem.spec.drafts import GuessBlock
+from tandem.spec.drafts import DraftBlockShape
 from tandem.spec.model_config import ModelConfig, why_alone
 from tandem.spec.state import Fold, State
 
-DEFAULT_GUESSES = 7  # with the token before them 8 rows: as many as are recorded on a CPU
+DEFAULT_DRAFT_TOKENS = 7  # with the token before them 8 rows: as many as are recorded on a CPU
 DEFAULT_DRAFTS = 3  # of a draft layer: each costs a pass through it, and is likely only if those before it are
 DEFAULT_BLOCK = 5  # of DSpark's layers, which make all at once
 DRAFT_ALGORITHMS = ("NEXTN", "EAGLE", "DSPARK")
@@ -31,11 +31,11 @@ _NGRAM_FLAGS = ("speculative_ngram_min_match_window_size", "speculative_ngram_ma
 
 @dataclass(frozen=True, slots=True)
 class SpeculationPlan:
-    """most_guesses: of a sequence in a step. governed: each step has as many as pay, else all there are. Matches are in
-    tokens."""
+    """most_draft_tokens: of a sequence in a step. governed: each step has as many as pay, else all there are. Matches
+    are in tokens."""
 
     algorithm: str
-    most_guesses: int
+    most_draft_tokens: int
     governed: bool = True
     least_match: int = DEFAULT_LEAST_MATCH
     longest_match: int = DEFAULT_LONGEST_MATCH
@@ -53,7 +53,7 @@ def speculation(config: EngineConfig, model: ModelConfig) -> SpeculationPlan | N
     algorithm = config.speculative_algorithm
     if algorithm is None:
         return None
-    most = _most_guesses(config, model)
+    most = _most_draft_tokens(config, model)
     least, longest = _match(config)
     if _why_none(algorithm, model):
         return None
@@ -93,7 +93,7 @@ def _taken_as(algorithm: str, model: ModelConfig) -> str:
     return "NEXTN" if _block(model) is None else "DSPARK"
 
 
-def _block(model: ModelConfig) -> GuessBlock | None:
+def _block(model: ModelConfig) -> DraftBlockShape | None:
     return None if model.drafts is None else model.drafts.block
 
 
@@ -111,10 +111,10 @@ def _why_none(algorithm: str, model: ModelConfig) -> str:
     return why_one_token(model)
 
 
-def most_guesses(config: EngineConfig, model: ModelConfig) -> int:
+def most_draft_tokens(config: EngineConfig, model: ModelConfig) -> int:
     """Guessed tokens of a sequence in a step, at most; 0 where nothing is guessed. Raises ConfigError."""
     plan = speculation(config, model)
-    return 0 if plan is None else plan.most_guesses
+    return 0 if plan is None else plan.most_draft_tokens
 
 
 def speculation_texts(config: EngineConfig, model: ModelConfig) -> Iterator[tuple[str, str]]:
@@ -125,7 +125,7 @@ def speculation_texts(config: EngineConfig, model: ModelConfig) -> Iterator[tupl
         yield "off", why
         return
     algorithm = _taken_as(config.speculative_algorithm, model)
-    how = f"{algorithm}, up to {_most_guesses(config, model)} guesses a step"
+    how = f"{algorithm}, up to {_most_draft_tokens(config, model)} guesses a step"
     always = config.disable_speculative_governor
     yield how, "--disable-speculative-governor: all of them" if always else "in each step as many as pay"
 
@@ -163,20 +163,20 @@ def _draft_notices(algorithm: str, config: EngineConfig, model: ModelConfig) -> 
     if algorithm != draft_algorithm:
         why = "the checkpoint's own draft layer guesses"
         yield f"--speculative-algorithm {algorithm} is taken as {draft_algorithm}: {why}"
-    if block is not None and (most := _asked_guesses(config) or 0) > block.size:
+    if block is not None and (most := _requested_draft_tokens(config) or 0) > block.size:
         yield f"{most} guesses a step are asked for: DSPARK makes {block.size} at once, and no more"
     for flag in config.given_flags(_NGRAM_FLAGS):
         yield f"{flag} changes nothing: {draft_algorithm} looks nothing up"
 
 
-def _most_guesses(config: EngineConfig, model: ModelConfig) -> int:
-    limit, block = _asked_guesses(config), _block(model)
+def _most_draft_tokens(config: EngineConfig, model: ModelConfig) -> int:
+    limit, block = _requested_draft_tokens(config), _block(model)
     if config.speculative_algorithm in DRAFT_ALGORITHMS and block is not None:
         return min(limit or block.size, block.size)
-    return limit or default_guesses(config.speculative_algorithm)
+    return limit or default_draft_tokens(config.speculative_algorithm)
 
 
-def _asked_guesses(config: EngineConfig) -> int | None:
+def _requested_draft_tokens(config: EngineConfig) -> int | None:
     """Draft tokens are rows of a sequence: the newest token's and those of its guesses. None: nothing is asked."""
     steps, rows = config.speculative_num_steps, config.speculative_num_draft_tokens
     if steps is not None and rows is not None and rows != steps + 1:
@@ -188,11 +188,11 @@ def _asked_guesses(config: EngineConfig) -> int | None:
     return steps if steps is not None or rows is None else rows - 1
 
 
-def default_guesses(algorithm: str | None) -> int:
+def default_draft_tokens(algorithm: str | None) -> int:
     """Guessed tokens of a sequence in a step, where no number was asked for."""
     if algorithm == "DSPARK":
         return DEFAULT_BLOCK
-    return DEFAULT_DRAFTS if algorithm in DRAFT_ALGORITHMS else DEFAULT_GUESSES
+    return DEFAULT_DRAFTS if algorithm in DRAFT_ALGORITHMS else DEFAULT_DRAFT_TOKENS
 
 
 def _match(config: EngineConfig) -> tuple[int, int]:

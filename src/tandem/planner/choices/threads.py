@@ -1,4 +1,4 @@
-"""Which CPUs compute, and which part of the weights each of them reads: `Threads`."""
+"""Which CPUs compute, and which part of the weights each of them reads: `ThreadPlan`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tandem.machine.machine import Core, Machine, cpu_list_text
 
 
 @dataclass(frozen=True, slots=True)
-class Threads:
+class ThreadPlan:
     """cpus: the logical CPU of each pool thread, -1: not pinned. parts: which part of the weights each reads, from 0,
     ascending; (): they are not divided. part_nodes: the NUMA node whose memory a part is in; (): any. notice: about a
     division that was asked for and is not possible here; "": none."""
@@ -22,7 +22,7 @@ class Threads:
     notice: str = ""
 
 
-def plan_threads(config: EngineConfig, machine: Machine) -> Threads:
+def plan_threads(config: EngineConfig, machine: Machine) -> ThreadPlan:
     """One thread per usable core unless flags say less. Raises ConfigError for nodes that are not there."""
     nodes = _nodes(config, machine)
     usable = machine.spread(len(machine.cores), nodes)
@@ -32,7 +32,7 @@ def plan_threads(config: EngineConfig, machine: Machine) -> Threads:
     cpus = machine.pinned(cores)
     (parts, part_nodes), notice = _parts(config.kt_threadpool_count, machine, cores)
     reason = f"{_reason(machine, threads, limit, cpus)}{_division(parts)}"
-    return Threads(cpus, parts, part_nodes, reason, notice)
+    return ThreadPlan(cpus, parts, part_nodes, reason, notice)
 
 
 def _nodes(config: EngineConfig, machine: Machine) -> tuple[int, ...]:

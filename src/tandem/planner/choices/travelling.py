@@ -7,9 +7,17 @@ from tandem.machine.gpus import Gpu
 from tandem.planner.choices.left_to_ram import expert_bytes
 from tandem.planner.cuda_graphs import prompt_graph_bytes
 from tandem.planner.memory import MemoryRequest, long_step_tokens
-from tandem.spec.gpu_scratch import Ring, expert_row_bytes, expert_scratch_bytes, experts_at_once, ring_of
+from tandem.spec.gpu_scratch import (
+    StagingRing,
+    expert_row_bytes,
+    expert_scratch_bytes,
+    experts_at_once,
+    ring_of,
+)
 from tandem.spec.model_config import STORED, ModelConfig
 from tandem.spec.stored import StoredFormats
+
+NO_STREAMS = "stages bring no experts to their GPUs yet"
 
 
 def experts_kept_off(model: ModelConfig, expert_format: str, stored: StoredFormats) -> str:
@@ -24,6 +32,8 @@ def experts_kept_off(model: ModelConfig, expert_format: str, stored: StoredForma
 def streams_not(request: MemoryRequest, gpu: Gpu) -> str:
     """Why experts in CPU memory do not travel to the GPU for steps of many rows; "" where they can."""
     experts, channels = request.model.moe.experts, request.model.expert_channels
+    if request.config.pipeline_parallel_size > 1:
+        return NO_STREAMS
     if request.config.enable_deterministic_inference:
         return "an expert's place decides its last bits"
     if request.config.kt_gpu_prefill_token_threshold == 0:
@@ -49,17 +59,17 @@ def threshold_not_reached(config: EngineConfig, model: ModelConfig) -> str:
     return f"--kt-gpu-prefill-token-threshold {least} is never reached: a step has at most {most} rows ({flags})"
 
 
-def ring_for(request: MemoryRequest, gpu: Gpu) -> Ring:
+def ring_for(request: MemoryRequest, gpu: Gpu) -> StagingRing:
     """Where experts travel to."""
     model, scratch = request.model, expert_scratch_bytes(gpu.memory_bytes)
     at_once = experts_at_once(model.expert_channels, model.moe.experts.width, scratch)
     return ring_of(expert_bytes(request), at_once)
 
 
-def graph_bytes(request: MemoryRequest, gpu: Gpu, sizes: tuple[int, ...], streamed: bool, spared: int) -> int:
+def graph_bytes(request: MemoryRequest, gpu: Gpu, sizes: tuple[int, ...], streamed: bool, reserved_sms: int) -> int:
     """GPU bytes of CUDA graphs of prompts. streamed: experts travel."""
     parts = 0
     if streamed:
         ring, places = ring_for(request, gpu), request.model.moe.router.num_experts
         parts = 1 if ring.holds(places) else -(-places // ring.experts)
-    return prompt_graph_bytes(request.model, sizes, parts, spared, expert_row_bytes(gpu.memory_bytes))
+    return prompt_graph_bytes(request.model, sizes, parts, reserved_sms, expert_row_bytes(gpu.memory_bytes))

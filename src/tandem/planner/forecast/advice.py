@@ -31,7 +31,8 @@ LEAST_KEPT = 0.95  # of a speed that advice about the other may cost
 GPU_SIZES = (8, 12, 16, 24, 32, 48, 80, 96, 141)  # GB that are sold
 # Flags whose absence may fit or be faster: the planner then chooses by itself.
 LEFT_OUT = (
-    "tensor_parallel_size", "mem_fraction_static", "max_total_tokens", "context_length", "max_running_requests",
+    "tensor_parallel_size", "pipeline_parallel_size", "mem_fraction_static", "max_total_tokens",
+    "context_length", "max_running_requests",
     "chunked_prefill_size", "max_prefill_tokens", "kt_gpu_experts_ratio", "kt_num_gpu_experts",
     "kt_gpu_prefill_token_threshold", "kt_method", "kv_cache_dtype", "device", "disable_cuda_graph",
     "cuda_graph_bs", "kernel_tier", "kt_cpuinfer", "enable_deterministic_inference",
@@ -46,7 +47,7 @@ Changes = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class PlanQuestion:
     """Input of a plan: a model, the flags, the machine and its speeds."""
 
     config: EngineConfig
@@ -80,7 +81,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class PlanChange:
     """A change: flags as typed, or another machine; what it brings; whether answers become less exact. changes: the
     same as fields of `EngineConfig`; empty where another machine is meant."""
 
@@ -92,7 +93,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    way: Way
+    way: PlanChange
     plan: Plan
     predicted: Prediction
 
@@ -107,7 +108,7 @@ def both(predicted: Prediction) -> float:
     return float((predicted.decode[1].middle * predicted.prompt.middle) ** 0.5)
 
 
-def ways_to_fit(question: Question) -> list[Way]:
+def ways_to_fit(question: PlanQuestion) -> list[PlanChange]:
     """Empty where the model fits as it is. Flags come before memory that has to be bought. No way is slower than to
     leave out what stands in the way."""
     if question.fits():
@@ -146,7 +147,7 @@ def _best(tried: Iterable[_Tried]) -> list[_Tried]:
     return sorted(best, key=lambda each: (each.way.lossy, -each.speed))[:MOST_WAYS]
 
 
-def _tried(question: Question, options: Iterable[tuple[dict[str, Any], bool]]) -> Iterator[_Tried]:
+def _tried(question: PlanQuestion, options: Iterable[tuple[dict[str, Any], bool]]) -> Iterator[_Tried]:
     """Those that can be planned, each once."""
     attempts: list[Changes] = []
     for changes, lossy in options:
@@ -157,10 +158,10 @@ def _tried(question: Question, options: Iterable[tuple[dict[str, Any], bool]]) -
             plan = question.plan(**changes)
         except ConfigError:
             continue
-        yield _Tried(Way(_typed(changes), "", lossy, changes), plan, question.predicted(plan))
+        yield _Tried(PlanChange(_typed(changes), "", lossy, changes), plan, question.predicted(plan))
 
 
-def _more_memory(question: Question, lossy: bool) -> Iterator[Way]:
+def _more_memory(question: PlanQuestion, lossy: bool) -> Iterator[PlanChange]:
     """How much RAM would do, as the model is stored or with smaller experts."""
     more: dict[str, Any] = {"mem_fraction_static": LARGEST_FRACTION}
     methods = _smaller_methods(question)[-1:] if lossy else [None]
@@ -168,10 +169,10 @@ def _more_memory(question: Question, lossy: bool) -> Iterator[Way]:
         changes = more if method is None else {"kt_method": method} | more
         if needed := least_ram(question, changes):
             brings = f"fits with {_typed(changes)}; the machine has {gib(question.machine.total_memory)}"
-            yield Way(f"{gib(needed)} of RAM", brings, lossy)
+            yield PlanChange(f"{gib(needed)} of RAM", brings, lossy)
 
 
-def _fitting_changes(question: Question) -> Iterator[tuple[dict[str, Any], bool]]:
+def _fitting_changes(question: PlanQuestion) -> Iterator[tuple[dict[str, Any], bool]]:
     config, removals = question.config, _flag_removals(question)
     more: dict[str, Any] = {"mem_fraction_static": LARGEST_FRACTION}
     yield from ((changes, False) for changes in removals)
@@ -189,14 +190,19 @@ def _fitting_changes(question: Question) -> Iterator[tuple[dict[str, Any], bool]
         yield {"kt_method": method} | more, True
 
 
-def _other_ranks(question: Question) -> Iterator[dict[str, Any]]:
-    """Among the GPUs that equal the first one; those that the model cannot be divided among have no plan."""
+def _other_ranks(question: PlanQuestion) -> Iterator[dict[str, Any]]:
+    """Among the GPUs that equal the first one, or layers over all; those that the model cannot be divided among have no
+    plan."""
     gpus, now = question.machine.gpus, question.config.tensor_parallel_size
+    if question.config.pipeline_parallel_size > 1:
+        return
+    if now == 1 and len(gpus) > 1 and question.config.device != "cpu":
+        yield {"pipeline_parallel_size": len(gpus)}
     equal = sum(equals(gpu, gpus[0]) for gpu in gpus) if question.config.device != "cpu" else 0
     yield from ({"tensor_parallel_size": ranks} for ranks in (2, 4, 8) if now != ranks <= equal)
 
 
-def _flag_removals(question: Question) -> list[dict[str, Any]]:
+def _flag_removals(question: PlanQuestion) -> list[dict[str, Any]]:
     """Each flag that was given left out, and those that share experts out together."""
     config = question.config
     names = [name for name in LEFT_OUT if getattr(config, name) != _DEFAULTS[name]]
@@ -205,7 +211,7 @@ def _flag_removals(question: Question) -> list[dict[str, Any]]:
     return [*removals, dict.fromkeys(shares)] if shares else removals
 
 
-def _smaller_methods(question: Question) -> list[str]:
+def _smaller_methods(question: PlanQuestion) -> list[str]:
     """Roundings that were not asked for already."""
     now = EXPERT_FORMATS.get(question.config.kt_method or "")
     return [method for method in roundings(question.stored) if now not in (method.lower(), "int4")]
@@ -219,7 +225,7 @@ def _typed(changes: Changes) -> str:
     return " ".join([*words, *([f"without {' and '.join(sorted(left))}"] if left else [])])
 
 
-def least_ram(question: Question, changes: Changes = MappingProxyType({})) -> int:
+def least_ram(question: PlanQuestion, changes: Changes = MappingProxyType({})) -> int:
     """Bytes of RAM, in steps of a GiB, that the plan needs with these changes; 0: memory is not what is missing."""
 
     def enough(total: int) -> bool:
@@ -237,7 +243,7 @@ def least_ram(question: Question, changes: Changes = MappingProxyType({})) -> in
     return high * GIB
 
 
-def ways_to_go_faster(question: Question, plan: Plan) -> list[Way]:
+def ways_to_go_faster(question: PlanQuestion, plan: Plan) -> list[PlanChange]:
     """Beside what the plan does: at least WORTH times as many tokens per second, of answers or of prompts, and not
     clearly fewer of the other."""
     now, faster = question.predicted(plan), list[_Tried]()
@@ -258,7 +264,7 @@ def _brings(decode: float, prompt: float) -> str:
     return ", ".join(f"{what} {times:.2f} times as fast" for what, times in changed.items() if abs(times - 1) > 0.02)
 
 
-def _faster_changes(question: Question, plan: Plan) -> Iterator[tuple[dict[str, Any], bool]]:
+def _faster_changes(question: PlanQuestion, plan: Plan) -> Iterator[tuple[dict[str, Any], bool]]:
     yield from ((changes, False) for changes in _flag_removals(question) if not set(changes) & set(WISHES))
     yield from ((changes, False) for changes in _other_ranks(question))
     if question.machine.gpus and plan.context_length > SHORT_CONTEXT:
@@ -270,7 +276,7 @@ def _faster_changes(question: Question, plan: Plan) -> Iterator[tuple[dict[str, 
             yield {"kt_method": method}, True
 
 
-def ways_to_use_gpu(question: Question, plan: Plan) -> list[Way]:
+def ways_to_use_gpu(question: PlanQuestion, plan: Plan) -> list[PlanChange]:
     """Ways to use a GPU that this plan leaves idle, none of them slower. Those that cost context come last,
     and say so."""
     if plan.gpu is not None or not question.machine.gpus:
@@ -287,7 +293,7 @@ def ways_to_use_gpu(question: Question, plan: Plan) -> list[Way]:
     return [*ways, *larger, *(each.way for each in _best(short))]
 
 
-def _gpu_changes(question: Question) -> Iterator[tuple[dict[str, Any], bool]]:
+def _gpu_changes(question: PlanQuestion) -> Iterator[tuple[dict[str, Any], bool]]:
     yield from _fitting_changes(question)
     if question.config.device == "auto":  # where the planner gave it up for the context or for speed
         yield {"device": "cuda"}, False
@@ -299,7 +305,7 @@ def _shorter(plan: Plan, now: Plan) -> str:
     return f"a context of {length} tokens" if length < min(now.context_length, WANTED_CONTEXT) else ""
 
 
-def _larger_gpu(question: Question) -> Iterator[Way]:
+def _larger_gpu(question: PlanQuestion) -> Iterator[PlanChange]:
     """The smallest that would be used, of sizes that are sold."""
     gpu = question.machine.gpus[0]
     for size in GPU_SIZES:
@@ -314,7 +320,7 @@ def _larger_gpu(question: Question) -> Iterator[Way]:
         except ConfigError:
             continue
         if plan.gpu is not None:
-            yield Way(f"a GPU with {size} GB", f"is used; this one has {gib(gpu.memory_bytes)}")
+            yield PlanChange(f"a GPU with {size} GB", f"is used; this one has {gib(gpu.memory_bytes)}")
             return
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tandem.errors import ConfigError, DoesNotFit
-from tandem.planner.forecast.advice import Question, roundings
+from tandem.planner.forecast.advice import PlanQuestion, roundings
 from tandem.planner.forecast.ledger import RAM, VRAM
 from tandem.planner.forecast.prediction import Range
 from tandem.planner.plan import Plan
@@ -14,7 +14,7 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ComparedPlan:
     """gpu_share of the experts, None: what fits was asked for. bytes; why: the first reason why it cannot be done, ""
     where it can; fits: memory is not the reason."""
 
@@ -30,7 +30,7 @@ class Row:
     fits: bool = True
 
 
-def compare(question: Question) -> list[Row]:
+def compare(question: PlanQuestion) -> list[ComparedPlan]:
     """Rows of the comparison: possible settings first, the fastest on top, then impossible ones with their reasons."""
     shares: tuple[float | None, ...] = (None, *SHARES) if question.machine.gpus else (None,)
     methods: tuple[str | None, ...] = (None, *roundings(question.stored))
@@ -40,14 +40,14 @@ def compare(question: Question) -> list[Row]:
     return [*possible, *(row for row in rows if row.why)]
 
 
-def _row(question: Question, method: str | None, share: float | None) -> Row:
+def _row(question: PlanQuestion, method: str | None, share: float | None) -> ComparedPlan:
     name = method or "as stored"
     changes: dict[str, object] = {} if method is None else {"kt_method": method}
     changes |= {} if share is None else {"kt_gpu_experts_ratio": share, "kt_num_gpu_experts": None}
     try:
         plan = question.plan(**changes)
     except ConfigError as error:
-        return Row(
+        return ComparedPlan(
             name,
             share,
             lossy=method is not None,
@@ -56,12 +56,12 @@ def _row(question: Question, method: str | None, share: float | None) -> Row:
         )
     predicted = question.predicted(plan)
     totals = {ledger.place: ledger.total_bytes for ledger in plan.ledgers}
-    return Row(
+    return ComparedPlan(
         name, share, _planned_share(question, plan), totals.get(VRAM, 0), totals.get(RAM, 0), predicted.decode[1],
         predicted.prompt, method is not None,
     )  # fmt: skip
 
 
-def _planned_share(question: Question, plan: Plan) -> float:
+def _planned_share(question: PlanQuestion, plan: Plan) -> float:
     everyone = question.model.routed_experts
     return plan.gpu.experts / everyone if plan.gpu is not None and everyone else 0.0

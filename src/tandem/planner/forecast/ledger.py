@@ -8,7 +8,7 @@ RAM, VRAM = "RAM", "VRAM"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LedgerEntry:
     """Bytes of one thing, and what it is."""
 
     name: str
@@ -21,7 +21,7 @@ class Ledger:
     """place: RAM or VRAM. budget_bytes: what may be used of the free_bytes. What is left stays free."""
 
     place: str
-    entries: tuple[Entry, ...]
+    entries: tuple[LedgerEntry, ...]
     budget_bytes: int
     free_bytes: int
 
@@ -34,6 +34,6 @@ class Ledger:
         return self.budget_bytes - self.total_bytes
 
 
-def ledger(place: str, entries: list[Entry], budget_bytes: int, free_bytes: int) -> Ledger:
+def ledger(place: str, entries: list[LedgerEntry], budget_bytes: int, free_bytes: int) -> Ledger:
     """Without the things that take nothing."""
     return Ledger(place, tuple(entry for entry in entries if entry.nbytes), budget_bytes, free_bytes)

@@ -19,10 +19,11 @@ from tandem.planner.forecast.stream_rates import GRAPH_BASE, StreamRates
 from tandem.planner.forecast.sums import lane_of, step_sums
 from tandem.planner.plan import Plan
 from tandem.planner.ranks.cut import cut
+from tandem.planner.stages.speeds import border_seconds, stage_speeds
 from tandem.spec.gpu_scratch import CODES_PAIRS
 from tandem.spec.layers import Layer
 from tandem.spec.model_config import STORED, ModelConfig, past_bytes
-from tandem.spec.shard import Shard
+from tandem.spec.shard import RankShard
 from tandem.spec.stored import StoredFormats
 
 WIDTH = 1.4  # of a range: high ÷ low
@@ -69,11 +70,13 @@ class Case:
     def of_plan(cls, model: ModelConfig, stored: StoredFormats, plan: Plan, speeds: Speeds) -> Case:
         """model and speeds: of all ranks together. The case is one rank's: all take as long."""
         if plan.ranks == 1:
-            return cls(model, stored, plan, speeds)
-        return cls(cut(model, Shard(0, plan.ranks)), stored, plan, speeds.of_rank(plan.ranks))
+            return cls(model, stored, plan, stage_speeds(plan.gpu, speeds))
+        return cls(cut(model, RankShard(0, plan.ranks)), stored, plan, speeds.of_rank(plan.ranks))
 
     def sums(self, rows: int, logits: int) -> dict[str, float]:
-        """Seconds that ranks meet in a step; nothing: there are no others."""
+        """Seconds that ranks meet in a step, or that it takes from stage to stage; nothing: there are no others."""
+        if borders := border_seconds(self.plan.gpu):
+            return {"between stages": borders}
         if self.model.shard.ranks == 1:
             return {}
         gpu = "" if self.plan.gpu is None else self.plan.gpu.name

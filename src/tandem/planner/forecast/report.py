@@ -10,13 +10,13 @@ from tandem.errors import ConfigError
 from tandem.machine.machine import Machine
 from tandem.planner.forecast.advice import (
     LARGEST_RAM,
-    Question,
-    Way,
+    PlanChange,
+    PlanQuestion,
     ways_to_fit,
     ways_to_go_faster,
     ways_to_use_gpu,
 )
-from tandem.planner.forecast.compare import Row
+from tandem.planner.forecast.compare import ComparedPlan
 from tandem.planner.forecast.ledger import RAM, Ledger
 from tandem.planner.forecast.prediction import CONTEXT, PROMPT, Prediction
 from tandem.planner.forecast.speeds import Speeds
@@ -27,7 +27,7 @@ ENOUGH_TOKENS = 4096  # of KV cache, where a model does not fit and nothing was 
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ForecastSizes:
     """Sizes to predict for: tokens that a decoding sequence has, tokens of a prompt, sequences decoded together."""
 
     context: int = CONTEXT
@@ -46,12 +46,12 @@ class Report:
     ledgers: tuple[Ledger, ...]
     predicted: Prediction | None
     speeds: Speeds
-    to_fit: list[Way]
-    to_go_faster: list[Way]
+    to_fit: list[PlanChange]
+    to_go_faster: list[PlanChange]
     notices: tuple[str, ...] = ()
-    to_use_gpu: list[Way] = field(default_factory=list)
+    to_use_gpu: list[PlanChange] = field(default_factory=list)
     assumed: str = ""  # what of the machine was not said; "": all of it was, or it is this one
-    compared: list[Row] = field(default_factory=list)
+    compared: list[ComparedPlan] = field(default_factory=list)
 
     @property
     def fits(self) -> bool:
@@ -75,7 +75,9 @@ class Report:
         }  # fmt: skip
 
 
-def report(name: str, question: Question, refused: tuple[str, ...] = (), load: Asked = Asked()) -> Report:
+def report(
+    name: str, question: PlanQuestion, refused: tuple[str, ...] = (), load: ForecastSizes = ForecastSizes()
+) -> Report:
     """refused: what of the command line cannot be met anywhere."""
     about, speeds = (name, machine_text(question.machine)), question.speeds
     try:
@@ -92,7 +94,7 @@ def report(name: str, question: Question, refused: tuple[str, ...] = (), load: A
     return Report(*about, (), plan, plan.ledgers, predicted, speeds, [], faster, plan.notices, used)
 
 
-def _needs(question: Question) -> tuple[tuple[Ledger, ...], tuple[str, ...]]:
+def _needs(question: PlanQuestion) -> tuple[tuple[Ledger, ...], tuple[str, ...]]:
     """Ledgers with as much RAM as the model needs, next to the RAM that may be used, and notices; empty where more RAM
     does not help."""
     machine, config = question.machine, question.config

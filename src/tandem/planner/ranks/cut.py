@@ -12,12 +12,12 @@ from tandem.mechanisms.cost import Limit, cost_of
 from tandem.spec.drafts import Drafts
 from tandem.spec.layers import Body, Layer
 from tandem.spec.model_config import ModelConfig
-from tandem.spec.shard import ALONE, MOST_RANKS, Shard, refused
+from tandem.spec.shard import ALONE, MOST_RANKS, RankShard, refused
 from tandem.spec.stored import UNQUANTISED, StoredFormats
 
 
 def cut(
-    model: ModelConfig, shard: Shard, expert_unit: int = 1, stored: StoredFormats = UNQUANTISED
+    model: ModelConfig, shard: RankShard, expert_unit: int = 1, stored: StoredFormats = UNQUANTISED
 ) -> ModelConfig:
     """Part of the model that rank `shard` holds.
 
@@ -58,17 +58,17 @@ def divided(body: Body) -> bool:
     return cost_of(body).sums > 0
 
 
-def shard_of(model: ModelConfig, body: Body) -> Shard:
+def shard_of(model: ModelConfig, body: Body) -> RankShard:
     """Which part of that this rank has."""
     return model.shard if divided(body) else ALONE
 
 
-def _layer(layer: Layer, shard: Shard) -> Layer:
+def _layer(layer: Layer, shard: RankShard) -> Layer:
     blocks = tuple(replace(block, body=_body(block.body, shard.ranks)) for block in layer.blocks)
     return replace(layer, blocks=blocks)
 
 
-def _drafts(drafts: Drafts | None, shard: Shard) -> Drafts | None:
+def _drafts(drafts: Drafts | None, shard: RankShard) -> Drafts | None:
     return None if drafts is None else replace(drafts, layer=_layer(drafts.layer, shard))
 
 

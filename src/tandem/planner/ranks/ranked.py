@@ -14,7 +14,7 @@ from tandem.planner.choices.speculation import DRAFT_ALGORITHMS
 from tandem.planner.expert_format import expert_format_of
 from tandem.planner.ranks.cut import cut
 from tandem.spec.model_config import STORED, ModelConfig
-from tandem.spec.shard import Shard
+from tandem.spec.shard import RankShard
 from tandem.spec.stored import StoredFormats
 
 FIELD = ("tensor_parallel_size",)
@@ -31,7 +31,9 @@ def ranked(
         return config, model, machine
     if why := _why_not(config, machine, ranks):
         raise ConfigError(f"--tensor-parallel-size {ranks}: {why}", fields=FIELD)
-    own = model if model.shard.ranks == ranks else cut(model, Shard(rank, ranks), expert_unit(config, stored), stored)
+    own = (
+        model if model.shard.ranks == ranks else cut(model, RankShard(rank, ranks), expert_unit(config, stored), stored)
+    )
     config, machine = own_side(config, machine, rank)
     return config, own, machine
 

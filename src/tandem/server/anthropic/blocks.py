@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from tandem.errors import RequestError
-from tandem.server.anthropic.schema import Block
-from tandem.server.chat.attachments import Attachment, Sight, Source, file_text, is_attachment, string
+from tandem.server.anthropic.schema import ContentBlock
+from tandem.server.chat.attachments import Attachment, ImageSource, Sight, file_text, is_attachment, string
 from tandem.server.chat.content import Content, joined
 from tandem.server.errors import ApiError
 
@@ -19,7 +19,7 @@ class Placed(NamedTuple):
     """where: it stands in the body. sight: what the model takes of it."""
 
     where: str
-    block: Block
+    block: ContentBlock
     sight: Sight
 
 
@@ -48,12 +48,12 @@ def block_content(placed: Placed) -> Content:
     return Attachment(block.type, image=image, image_field=".source").shown(where, sight)
 
 
-def _image(block: Block) -> Source:
+def _image(block: ContentBlock) -> ImageSource:
     """Image source of a block: base64, or an address, which is refused. One of a file's id is refused, too."""
     source: dict[str, Any] = block.source if isinstance(block.source, dict) else {}
     if source.get("type") == "base64":
-        return Source(source.get("data"), bare=True)
-    return Source(source.get("url") or source.get("file_id"))
+        return ImageSource(source.get("data"), bare=True)
+    return ImageSource(source.get("url") or source.get("file_id"))
 
 
 def _document(placed: Placed) -> Content:
@@ -71,18 +71,18 @@ def _document(placed: Placed) -> Content:
     return Attachment(block.type, block.title).shown(placed.where, placed.sight)
 
 
-def _blocks(content: Any) -> str | list[Block]:
+def _blocks(content: Any) -> str | list[ContentBlock]:
     """Blocks of a source, into which a client may have put anything."""
     if not isinstance(content, list):
         return string(content) or ""
     return [
-        Block(string(each.get("type")) or "", string(each.get("text")), source=each.get("source"))
+        ContentBlock(string(each.get("type")) or "", string(each.get("text")), source=each.get("source"))
         for each in content
         if isinstance(each, dict)
     ]
 
 
-def _inside(content: str | list[Block] | None, around: Placed, name: str) -> Content:
+def _inside(content: str | list[ContentBlock] | None, around: Placed, name: str) -> Content:
     if not isinstance(content, list):
         return content or ""
     where = f"{around.where}.{name}"

@@ -7,7 +7,7 @@ from itertools import groupby
 
 from tandem.errors import RequestError
 from tandem.server.anthropic.blocks import BETWEEN, Placed, content_of
-from tandem.server.anthropic.schema import Block, CountRequest, MessageBody, ToolBody
+from tandem.server.anthropic.schema import ContentBlock, CountRequest, MessageBody, ToolBody
 from tandem.server.chat.attachments import Sight, refused_turn
 from tandem.server.chat.content import Content, joined, text_of
 from tandem.server.chat.conversation import Conversation, Message, Tool, ToolCall, ToolChoice, is_begun
@@ -119,7 +119,7 @@ def _role(body: MessageBody) -> str:
 
 def _blocks(body: MessageBody, where: str, sight: Sight) -> list[Placed]:
     if isinstance(body.content, str):
-        return [Placed(f"{where}.content", Block("text", body.content), sight)]
+        return [Placed(f"{where}.content", ContentBlock("text", body.content), sight)]
     return [Placed(f"{where}.content[{i}]", block, sight) for i, block in enumerate(body.content)]
 
 
@@ -132,7 +132,7 @@ def _user(blocks: list[Placed], sight: Sight) -> Iterator[Message]:
             yield Message("user", content_of(group))
 
 
-def _result(where: str, block: Block, sight: Sight) -> Message:
+def _result(where: str, block: ContentBlock, sight: Sight) -> Message:
     if block.tool_use_id is None:
         raise RequestError(f"{where}.tool_use_id is missing; say whose result this is", f"{where}.tool_use_id")
     content: Content
@@ -166,7 +166,7 @@ def _assistant(blocks: list[Placed]) -> Iterator[Message]:
     yield Message("assistant", content_of(texts), reasoning=reasoning, tool_calls=tuple(calls))
 
 
-def _call(where: str, block: Block) -> ToolCall:
+def _call(where: str, block: ContentBlock) -> ToolCall:
     for name in ("id", "name"):
         if not getattr(block, name):
             raise RequestError(f"{where}.{name} is missing", f"{where}.{name}")

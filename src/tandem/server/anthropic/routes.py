@@ -6,25 +6,27 @@ from typing import TypeVar
 
 from fastapi import APIRouter, Request, Response
 
-from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.engine.protocol import GenerateRequest, SamplingSettings
+from tandem.engine.sampling.parameters import Dialect, names_in
 from tandem.server.anthropic.request import conversation_of, left_out
-from tandem.server.anthropic.schema import CountRequest, Message, MessagesRequest, TokenCountBody
+from tandem.server.anthropic.schema import CountRequest, MessageResponse, MessagesRequest, TokenCountBody
 from tandem.server.anthropic.writer import MessageWriter
 from tandem.server.body import answers, body_schema, json_response
 from tandem.server.chat.answer_grammar import NamedSchema, ResponseFormat
 from tandem.server.chat.wishes import Wishes, prepare_wishes
 from tandem.server.errors import named
 from tandem.server.fields import name_ignored, read_as
-from tandem.server.generation import Generation
+from tandem.server.generation import SubmittedRequests
 from tandem.server.openai_sampling import new_id, sampling_of
 from tandem.server.openai_schema import SamplingBody
+from tandem.server.sampling_bodies import sent_parameters
 from tandem.server.state import ServerState, cut_to_room
 
 T = TypeVar("T", bound=CountRequest)
 
 _NAMES = {
-    "prompt": "messages", "stop": "stop_sequences", "continue_final_message": "messages",
-    "response_format": "output_config.format",
+    **names_in(Dialect.ANTHROPIC),
+    "prompt": "messages", "continue_final_message": "messages", "response_format": "output_config.format",
 }  # fmt: skip
 # What says how much to think is a wish here, as it is at Anthropic: clients send it to every model.
 _WISHES: Wishes = {
@@ -37,7 +39,7 @@ _WISHES: Wishes = {
 def routes(state: ServerState) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/messages", openapi_extra=body_schema(MessagesRequest) | answers(Message))
+    @router.post("/v1/messages", openapi_extra=body_schema(MessagesRequest) | answers(MessageResponse))
     async def messages(http: Request) -> Response:
         return await _messages(state, http)
 
@@ -49,7 +51,7 @@ def routes(state: ServerState) -> APIRouter:
         state.check_up()
         with named(_NAMES):
             prepared = await prepare_wishes(
-                state.chat, conversation_of(body, state.sight(ignored)), SamplingParams(), _WISHES, ignored,
+                state.chat, conversation_of(body, state.sight(ignored)), SamplingSettings(), _WISHES, ignored,
                 counting=True,
             )  # fmt: skip
         count = TokenCountBody(len(prepared.prompt_ids))
@@ -76,7 +78,7 @@ async def _messages(state: ServerState, http: Request) -> Response:
             message_id, state.model_name, prepared.new_parser(), len(prepared.prompt_ids), clipped=clipped,
             show_thinking=shown,
         )  # fmt: skip
-        response = await Generation(state, http, [request]).answer(writer, body.stream)
+        response = await SubmittedRequests(state, http, [request]).answer(writer, body.stream)
     response.headers["request-id"] = message_id
     return name_ignored(response, ignored)
 
@@ -94,12 +96,7 @@ def _format(body: CountRequest) -> ResponseFormat | None:
     return ResponseFormat("json_schema", NamedSchema(output.format.schema))
 
 
-def _sampling(state: ServerState, body: MessagesRequest) -> SamplingParams:
-    same = SamplingBody(
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        stop=body.stop_sequences,
-        response_format=_format(body),
-    )
-    return sampling_of(same, state.sampling_defaults, max_tokens=body.max_tokens)
+def _sampling(state: ServerState, body: MessagesRequest) -> SamplingSettings:
+    same = sent_parameters(body, Dialect.ANTHROPIC)
+    sampling = SamplingBody(stop=body.stop_sequences, response_format=_format(body), **same)
+    return sampling_of(sampling, state.sampling_defaults, max_tokens=body.max_tokens)

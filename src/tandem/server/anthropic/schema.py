@@ -7,12 +7,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from tandem.engine.sampling.parameters import Dialect
 from tandem.server.chat.openai.schema import ToolName
 from tandem.server.limits import MAX_MESSAGES, MAX_TOOLS
-from tandem.server.openai_schema import Int64
+from tandem.server.sampling_bodies import Int64, with_parameters
 
 
-class Block(msgspec.Struct, frozen=True):
+class ContentBlock(msgspec.Struct, frozen=True):
     """A content block of any type. Which fields belong to which type, `request.py` knows.
 
     `source`, `title` and `context` are a document's or a search result's, `tool_name` a reference's. `cache_control`
@@ -29,7 +30,7 @@ class Block(msgspec.Struct, frozen=True):
     input: dict[str, Any] | None = None
     caller: Any = None
     tool_use_id: str | None = None
-    content: str | list[Block] | None = None
+    content: str | list[ContentBlock] | None = None
     is_error: bool | None = None
     source: Any = None
     title: str | None = None
@@ -41,7 +42,7 @@ class Block(msgspec.Struct, frozen=True):
 
 class MessageBody(msgspec.Struct, frozen=True):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | list[ContentBlock]
 
 
 class ToolBody(msgspec.Struct, frozen=True):
@@ -83,22 +84,20 @@ class CountRequest(msgspec.Struct, kw_only=True):
 
     messages: Annotated[list[MessageBody], Meta(min_length=1, max_length=MAX_MESSAGES)]
     model: str | None = None
-    system: str | list[Block] | None = None
+    system: str | list[ContentBlock] | None = None
     tools: Annotated[list[ToolBody], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoiceBody | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
 
+@with_parameters(Dialect.ANTHROPIC)
 class MessagesRequest(CountRequest, kw_only=True):
-    """POST /v1/messages. The fields from `metadata` on change nothing here."""
+    """POST /v1/messages. `metadata`, `service_tier` and `cache_control` change nothing here."""
 
     max_tokens: Int64
     stream: bool | None = None
     stop_sequences: list[str] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Int64 | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     cache_control: Any = None
@@ -125,7 +124,7 @@ class Usage(msgspec.Struct, frozen=True):
     cache_creation_input_tokens: int = 0
 
 
-class Message(msgspec.Struct, frozen=True):
+class MessageResponse(msgspec.Struct, frozen=True):
     id: str
     model: str
     content: list[dict[str, Any]]

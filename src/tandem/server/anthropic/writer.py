@@ -11,7 +11,7 @@ import msgspec
 
 from tandem.engine.protocol import TokenOutput
 from tandem.server.anthropic.errors import error_body
-from tandem.server.anthropic.schema import Message, OutputDetails, Usage
+from tandem.server.anthropic.schema import MessageResponse, OutputDetails, Usage
 from tandem.server.chat.answer_parser import AnswerParser
 from tandem.server.chat.events import Finish, ReasoningDelta, TextDelta
 from tandem.server.chat.one_answer import OneAnswer
@@ -36,7 +36,7 @@ class MessageWriter:
         self._id, self._model, self._clipped = message_id, model, clipped
         self._prompt_tokens = prompt_tokens
         self._answer = OneAnswer(parser)
-        self._blocks = _Blocks(show_thinking)
+        self._blocks = _BlockWriter(show_thinking)
         self._begun = False
         self._sent_at = 0.0
 
@@ -45,8 +45,8 @@ class MessageWriter:
     def take(self, outputs: list[TokenOutput]) -> list[Event]:
         return [new for event in self._answer.settled(outputs) for new in self._blocks.add(event)]
 
-    def whole(self) -> Message:
-        return Message(
+    def whole(self) -> MessageResponse:
+        return MessageResponse(
             self._id, self._model, self._blocks.whole(), self._stop_reason(), self._stop_sequence(), self._usage()
         )
 
@@ -81,7 +81,7 @@ class MessageWriter:
 
     def _begin(self) -> list[Event]:
         self._begun = True
-        empty = Message(self._id, self._model, [], None, None, self._usage())
+        empty = MessageResponse(self._id, self._model, [], None, None, self._usage())
         return [{"type": "message_start", "message": msgspec.to_builtins(empty)}, _PING]
 
     def _stop_sequence(self) -> str | None:
@@ -104,7 +104,7 @@ class MessageWriter:
         return Usage(fresh, answer.completion_tokens, answer.cached_tokens, details)
 
 
-class _Blocks:
+class _BlockWriter:
     """An answer's content blocks, in order; `add` gives what is new as events."""
 
     def __init__(self, show_thinking: bool) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tandem.engine.text.reasoning_format import ReasoningFormat
 from tandem.server.chat.conversation import Tool
 from tandem.server.chat.events import (
     ChatEvent,
@@ -21,8 +20,9 @@ from tandem.server.chat.formats.tool_format import ToolFormat
 from tandem.server.chat.reading.answer_reader import AnswerReader
 from tandem.server.chat.reading.calls import CallWriter
 from tandem.server.chat.reading.channel_reader import ChannelReader
-from tandem.server.chat.reading.said import Said
-from tandem.server.chat.reading.source import Reading, Source
+from tandem.server.chat.reading.said import ShownText
+from tandem.server.chat.reading.source import AnswerSource, Reading
+from tandem.text.reasoning_format import ReasoningFormat
 
 log = logging.getLogger("tandem.server")
 
@@ -99,8 +99,8 @@ class FormattedText:
         self._rules = rules
         self._markup = markup
         self._events: list[ChatEvent | Markup] = []
-        self._source = Source()
-        self._said = Said(self._source, self._events.append, self._drop)
+        self._source = AnswerSource()
+        self._said = ShownText(self._source, self._events.append, self._drop)
         self._calls = 0
         self._muted = False
         self._complete = False

@@ -46,7 +46,7 @@ class Sight:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ImageSource:
     """Where an image's bytes are: a `data:` URL, or, where `bare`, base64 alone. Clients may put anything there."""
 
     url: Any
@@ -63,7 +63,7 @@ class Attachment:
     name: str | None = None
     text: str | None = None
     field: str = ".type"
-    image: Source | None = None
+    image: ImageSource | None = None
     image_field: str = ""
 
     def shown(self, where: str, sight: Sight) -> Content:
@@ -109,7 +109,7 @@ def unread_image(why: str) -> str:
     return f"[an image, which cannot be shown to you: {why[:200]}. Say so if it matters.]"
 
 
-def _image_data(source: Source, where: str) -> str:
+def _image_data(source: ImageSource, where: str) -> str:
     """Its base64. Raises ApiError 400."""
     url = source.url if isinstance(source.url, str) else ""
     scheme, _, rest = url[:2048].partition(":")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tandem.engine.text.prompt import Prompt
-from tandem.engine.text.reasoning_format import begun_text
 from tandem.server.chat.rendering import Speaking
+from tandem.text.prompt import Prompt
+from tandem.text.reasoning_format import begun_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ from typing import Any
 
 from tandem.engine.grammar.schema import check_schema
 from tandem.engine.protocol import Grammar
-from tandem.engine.text.reasoning_format import ReasoningFormat
 from tandem.errors import RequestError
 from tandem.server.chat.conversation import Conversation, Tool
 from tandem.server.chat.formats.tool_format import Channels, ToolFormat, Written
+from tandem.text.reasoning_format import ReasoningFormat
 
 Tag = dict[str, Any]
 

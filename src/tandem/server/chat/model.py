@@ -10,9 +10,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from tandem.engine.images.placeholders import with_rows
-from tandem.engine.protocol import SamplingParams
-from tandem.engine.text.prompt import Prompt
-from tandem.engine.text.reasoning_format import detect_reasoning_format
+from tandem.engine.protocol import SamplingSettings
 from tandem.engine.vision.spans import ImageSpan
 from tandem.errors import TandemError
 from tandem.server.chat.answer_parser import AnswerParser, AnswerRules
@@ -34,10 +32,12 @@ from tandem.server.chat.history import earlier_calls
 from tandem.server.chat.image_fit import fit_images
 from tandem.server.chat.rendering import PromptRenderer, Speaking, TemplateTokenizer
 from tandem.server.chat.template_fit import Render, TemplateFit, fit_template
-from tandem.server.chat.turns import Turns, fit_turns
+from tandem.server.chat.turns import TurnOrders, fit_turns
 from tandem.server.errors import ApiError
-from tandem.server.prompts.images import ImageReader, Seen, Unreadable
+from tandem.server.prompts.images import ImageReader, PreparedImage, Unreadable
 from tandem.server.prompts.reader import PromptReader
+from tandem.text.prompt import Prompt
+from tandem.text.reasoning_format import detect_reasoning_format
 
 F = TypeVar("F")
 
@@ -46,7 +46,7 @@ log = logging.getLogger("tandem.server")
 _FALLBACK = "hermes"  # what is described to a model whose template says nothing of tools
 
 class ChatTokenizer(TemplateTokenizer, Protocol):
-    """Part of `tandem.engine.text.tokenizer.Tokenizer` that chats need."""
+    """Part of `tandem.text.tokenizer.Tokenizer` that chats need."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
     def special_ids_in(self, texts: set[str]) -> tuple[int, ...]: ...
@@ -58,11 +58,11 @@ class PreparedChat:
     strict tools that calls cannot be held to, and images that are not shown. `seen`: keeps the pixels of `images`."""
 
     prompt_ids: list[int]
-    sampling: SamplingParams
+    sampling: SamplingSettings
     rules: AnswerRules
     ignored: tuple[str, ...] = ()
     images: tuple[ImageSpan, ...] = ()
-    seen: tuple[Seen, ...] = ()
+    seen: tuple[PreparedImage, ...] = ()
 
     def new_parser(self) -> AnswerParser:
         return self.rules.new_parser()
@@ -99,7 +99,7 @@ class ChatModel:
         return "user" in self._speaking.image_roles
 
     async def prepare(
-        self, conversation: Conversation, sampling: SamplingParams, *, counting: bool = False
+        self, conversation: Conversation, sampling: SamplingSettings, *, counting: bool = False
     ) -> PreparedChat:
         """`sampling` comes back with what reading the answer needs, and all that it must match. counting: only the
         prompt's length is wanted, and images are not decoded. Raises RequestError, with `param` "messages", "prompt",
@@ -117,21 +117,21 @@ class ChatModel:
 
     async def _with_read_images(
         self, conversation: Conversation, counting: bool
-    ) -> tuple[Conversation, dict[int, Seen], list[str]]:
+    ) -> tuple[Conversation, dict[int, PreparedImage], list[str]]:
         """Notes in place of images that cannot be read, the others by their `id`, and the places that are ignored."""
         images = [image for message in conversation.messages for image in images_of(message.content)]
         if not images or self._images is None:
             return conversation, {}, []
         outcomes = dict(zip(map(id, images), await self._images.read(images, sizes=counting), strict=True))
         messages = tuple(_noted(message, outcomes) for message in conversation.messages)
-        readable = {key: one for key, one in outcomes.items() if isinstance(one, Seen)}
+        readable = {key: one for key, one in outcomes.items() if isinstance(one, PreparedImage)}
         ignored = [image.where for image in images if id(image) not in readable]
         several = [image for image in images if id(image) in readable and readable[id(image)].several]
         ignored += [f"{image.where}.later_frames" for image in several]
         return replace(conversation, messages=messages), readable, ignored
 
     def _with_images(
-        self, ids: list[int], shown: tuple[Seen, ...], counting: bool
+        self, ids: list[int], shown: tuple[PreparedImage, ...], counting: bool
     ) -> tuple[list[int], tuple[ImageSpan, ...]]:
         if self._images is None or not shown:
             return ids, ()
@@ -158,8 +158,8 @@ class ChatModel:
         )
 
     def _sampling(
-        self, conversation: Conversation, rules: AnswerRules, begun: BegunAnswer, sampling: SamplingParams
-    ) -> SamplingParams:
+        self, conversation: Conversation, rules: AnswerRules, begun: BegunAnswer, sampling: SamplingSettings
+    ) -> SamplingSettings:
         if rules.parses:
             sampling = msgspec.structs.replace(sampling, show_tokens=self._shown)
         speech = Speech(
@@ -173,18 +173,18 @@ class ChatModel:
         return msgspec.structs.replace(sampling, grammar=grammar, grammar_prefix=begun.answer if grammar else "")
 
 
-def _noted(message: Message, images: Mapping[int, Seen | Unreadable]) -> Message:
+def _noted(message: Message, images: Mapping[int, PreparedImage | Unreadable]) -> Message:
     """With notes in place of images that cannot be read."""
     if isinstance(message.content, str):
         return message
     return replace(message, content=joined(_note(part, images) for part in message.content))
 
 
-def _note(part: str | Image, images: Mapping[int, Seen | Unreadable]) -> Content:
+def _note(part: str | Image, images: Mapping[int, PreparedImage | Unreadable]) -> Content:
     if isinstance(part, str):
         return part
     one = images[id(part)]
-    return (part,) if isinstance(one, Seen) else unread_image(one.why)
+    return (part,) if isinstance(one, PreparedImage) else unread_image(one.why)
 
 
 def _image_roles(tokenizer: ChatTokenizer, prompts: PromptReader, placeholder: int) -> frozenset[Role]:
@@ -219,7 +219,7 @@ def speaking_of(
     if tokenizer.chat_template is None:
         log.warning("the model has no chat template: chats are refused until --chat-template FILE gives one")
         return Speaking(tool_syntax, reasoning)
-    turns = _tried(fit_turns, Turns(), render)
+    turns = _tried(fit_turns, TurnOrders(), render)
     if (tool_parser or "").lower() == NONE:
         return Speaking(tool_syntax, reasoning, turns=turns)
     tools = tool_syntax or _fallback()

@@ -7,10 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from tandem.engine.limits import TOO_LONG
-from tandem.engine.text.chat_template import ChatTemplate
-from tandem.engine.text.markers import MarkerGuard
-from tandem.engine.text.prompt import Draft, Prompt, draft
-from tandem.engine.text.reasoning_format import ReasoningFormat
 from tandem.errors import RequestError
 from tandem.server.chat.content import Image, images_of, text_of
 from tandem.server.chat.conversation import Conversation, Role
@@ -18,8 +14,12 @@ from tandem.server.chat.formats.tool_format import ToolFormat
 from tandem.server.chat.history import template_messages
 from tandem.server.chat.template_fit import TemplateFit, TemplateMessages
 from tandem.server.chat.tools_in_text import as_text, described, tool_for_template, with_system_text
-from tandem.server.chat.turns import Turns, as_taken, shown_by_user
+from tandem.server.chat.turns import TurnOrders, as_taken, shown_by_user
 from tandem.server.limits import MAX_TEXT_CHARS
+from tandem.text.chat_template import ChatTemplate
+from tandem.text.markers import MarkerGuard
+from tandem.text.prompt import Prompt, UnrenderedPrompt, draft
+from tandem.text.reasoning_format import ReasoningFormat
 
 _RESERVED = frozenset(("messages", "self", "tools"))
 _SWITCHES = ("enable_thinking", "thinking", "thinking_mode")  # names under which templates have it
@@ -28,7 +28,7 @@ _NO_EFFORT = ("none", "minimal")
 
 
 class TemplateTokenizer(Protocol):
-    """Part of `tandem.engine.text.tokenizer.Tokenizer` that rendering needs."""
+    """Part of `tandem.text.tokenizer.Tokenizer` that rendering needs."""
 
     @property
     def chat_template(self) -> ChatTemplate | None: ...
@@ -55,7 +55,7 @@ class Speaking:
     tool_format: ToolFormat | None = None
     reasoning_format: ReasoningFormat | None = None
     fit: TemplateFit = field(default_factory=TemplateFit)
-    turns: Turns = field(default_factory=Turns)
+    turns: TurnOrders = field(default_factory=TurnOrders)
     describe: bool = False
     calls_as_text: bool = False
     image_roles: frozenset[Role] = frozenset()
@@ -92,7 +92,7 @@ class PromptRenderer:
         text = await self._render(one.messages, prompted, **one.variables)
         return Rendered(one.prompt(text, await self._opening(one) if goes_on else None), images)
 
-    async def _opening(self, one: Draft) -> str | None:
+    async def _opening(self, one: UnrenderedPrompt) -> str | None:
         """The text with which a template begins an answer to the messages before the last."""
         try:
             return await self._render(one.messages[:-1], True, **one.variables)

@@ -20,7 +20,7 @@ CALL = {"id": "callnum00", "type": "function", "function": {"name": "probe", "ar
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class TurnOrders:
     """Orders of turns that a template takes. `system`: a system message at the beginning; `more_system`: several, and
     later ones. `repeated`: two turns of one role in a row; `user_after_results`: a user behind a tool's result."""
 
@@ -30,16 +30,16 @@ class Turns:
     user_after_results: bool = True
 
 
-def fit_turns(render: Render) -> Turns:
+def fit_turns(render: Render) -> TurnOrders:
     """A template that refuses everything is left alone. Raises what `render` raises besides RequestError."""
     user, second_user, answer = _turn("user", "Alpha"), _turn("user", "Beta"), _turn("assistant", "Gamma")
     first, second = _turn("system", "Delta"), _turn("system", "Epsilon")
     called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     result = _turn("tool", "Zeta") | {"tool_call_id": CALL["id"], "name": "probe"}
     if not _shows(render, user):
-        return Turns()
+        return TurnOrders()
     system = _shows(render, first, user)
-    return Turns(
+    return TurnOrders(
         system=system,
         more_system=system
         and _shows(render, first, second, user)
@@ -80,7 +80,7 @@ def shown_by_user(messages: Iterable[Message], roles: Collection[Role]) -> Itera
         yield Message("user", tuple(waiting))
 
 
-def as_taken(messages: Iterable[Message], turns: Turns) -> tuple[Message, ...]:
+def as_taken(messages: Iterable[Message], turns: TurnOrders) -> tuple[Message, ...]:
     if not turns.more_system:
         messages = _one_system(list(messages), turns.system)
     if not turns.repeated:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from tandem.engine.protocol import SamplingParams
+from tandem.engine.protocol import SamplingSettings
 from tandem.errors import RequestError
 from tandem.server.chat.conversation import Conversation
 from tandem.server.chat.model import ChatModel, PreparedChat
@@ -17,7 +17,7 @@ Wishes = Mapping[str, tuple[str, str]]  # what is complained about: the conversa
 async def prepare_wishes(
     chat: ChatModel,
     conversation: Conversation,
-    sampling: SamplingParams,
+    sampling: SamplingSettings,
     wishes: Wishes,
     ignored: list[str],
     *,

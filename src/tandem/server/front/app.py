@@ -15,7 +15,7 @@ from tandem.server.anthropic import errors as anthropic_errors
 from tandem.server.body import json_response, read_body
 from tandem.server.errors import ApiError, error_response, unavailable
 from tandem.server.front.child import Child, Life
-from tandem.server.front.dialects import OLLAMA, Wish, chunk, is_empty, needs_model, wish_of
+from tandem.server.front.dialects import OLLAMA, FrontFields, chunk, is_empty, needs_model, wish_of
 from tandem.server.front.proxy import Proxy, pass_on
 from tandem.server.front.routes import FrontRoutes, asked_model
 from tandem.server.front.state import FrontState
@@ -73,7 +73,7 @@ class FrontApp:
     async def _of_model(self, scope: Scope, receive: Receive, send: Send, name: str | None = None) -> None:
         path, request = scope["path"], Request(scope, receive)
         body = await read_body(request) if scope["method"] == "POST" else b""
-        wish = wish_of(body) if needs_model(path) or path in _OF_ALL else Wish()
+        wish = wish_of(body) if needs_model(path) or path in _OF_ALL else FrontFields()
         name = name or wish.model or asked_model(scope)
         if path.startswith("/v1/responses/") and scope["method"] in ("GET", "DELETE") and name is None:
             await self._stored(scope, send)
@@ -85,7 +85,7 @@ class FrontApp:
             await self._answered(self._models.named(name), path, scope, receive, send, body, wish)
 
     async def _answered(
-        self, child: Child, path: str, scope: Scope, receive: Receive, send: Send, body: bytes, wish: Wish
+        self, child: Child, path: str, scope: Scope, receive: Receive, send: Send, body: bytes, wish: FrontFields
     ) -> None:
         """Ollama's `keep_alive` is the front's: it counts from the answer's end, and a refused body changes nothing."""
         seconds = keep_seconds(wish.keep_alive) if path in OLLAMA else None

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tandem.engine.children import exit_reason
 from tandem.errors import EngineError
 from tandem.flags import env
+from tandem.process.children import exit_reason
 from tandem.server.errors import unavailable
 from tandem.server.front.models_file import ModelEntry
 from tandem.server.front.wire import Wire

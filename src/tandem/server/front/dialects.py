@@ -27,7 +27,7 @@ END_BYTES = max(len(end) for end in sum(_ENDS.values(), _DONE))
 _NOTHING = (b"", b"null", b'""', b"[]")
 
 
-class Wish(msgspec.Struct):
+class FrontFields(msgspec.Struct):
     """Fields of a body that the front reads; the model's own server checks it all."""
 
     model: str | None = None
@@ -37,9 +37,9 @@ class Wish(msgspec.Struct):
     messages: msgspec.Raw = msgspec.Raw()
 
 
-def wish_of(body: bytes) -> Wish:
+def wish_of(body: bytes) -> FrontFields:
     """Raises ApiError 400."""
-    return decode(body, Wish) if body.strip() else Wish()
+    return decode(body, FrontFields) if body.strip() else FrontFields()
 
 
 def needs_model(path: str) -> bool:
@@ -47,11 +47,11 @@ def needs_model(path: str) -> bool:
     return path in _NEEDED
 
 
-def streams(path: str, wish: Wish) -> bool:
+def streams(path: str, wish: FrontFields) -> bool:
     return path in _STREAMS and (wish.stream is True or (path in OLLAMA and wish.stream is not False))
 
 
-def is_empty(path: str, wish: Wish) -> bool:
+def is_empty(path: str, wish: FrontFields) -> bool:
     """Ollama's way to ask for a model to be loaded, or unloaded."""
     content = {"/api/chat": wish.messages, "/api/generate": wish.prompt}.get(path)
     return content is not None and bytes(content).strip() in _NOTHING

@@ -55,7 +55,7 @@ def serve_models(
             log.warning("every user of this machine can read the key in %s", config.api_key_file)
         with launch.listening(config) as sock, socket_folder() as folder, launch.event_loop() as runner:
             launch.warn_of_open_door(config, sock)
-            return runner.run(_Front(config, sock, file, folder, command, make_room).run())
+            return runner.run(_FrontServer(config, sock, file, folder, command, make_room).run())
     except TandemError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return exit_status(error)
@@ -77,7 +77,7 @@ def socket_folder() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-class _Front:
+class _FrontServer:
     """HTTP, the models, and what connects them to the process: signals, greeting, exit code."""
 
     def __init__(

@@ -15,7 +15,7 @@ from tandem.server.front.child import Child, Life
 from tandem.server.front.dialects import (
     END_BYTES,
     OLLAMA,
-    Wish,
+    FrontFields,
     begins_to_end,
     failure,
     is_stream,
@@ -24,7 +24,7 @@ from tandem.server.front.dialects import (
     waiting,
 )
 from tandem.server.front.models import Models
-from tandem.server.front.wire import LOST, Answer, Unreached
+from tandem.server.front.wire import LOST, ProxiedAnswer, Unreached
 from tandem.server.guard.request_log import ID_HEADER
 from tandem.server.limits import WAITING_SECONDS
 
@@ -46,7 +46,7 @@ class Proxy:
     def __init__(self, models: Models) -> None:
         self.models = models
 
-    async def answer(self, child: Child, scope: Scope, send: Send, body: bytes, wish: Wish) -> None:
+    async def answer(self, child: Child, scope: Scope, send: Send, body: bytes, wish: FrontFields) -> None:
         """Loads the model. Raises ApiError, EngineError while nothing has been sent."""
         out = Out(scope["path"], child.name, scope, send, streams(scope["path"], wish))
         try:
@@ -106,7 +106,7 @@ async def _forward(child: Child, scope: Scope, out: Out, body: bytes) -> None:
         raise
 
 
-async def _return(answer: Answer, child: Child, out: Out) -> None:
+async def _return(answer: ProxiedAnswer, child: Child, out: Out) -> None:
     status = await answer.head()
     headers = _returned(answer.headers, child)
     kind = next((value for name, value in headers if name == b"content-type"), b"")

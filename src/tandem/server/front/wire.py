@@ -22,7 +22,7 @@ class Unreached(EngineError):
     """Nobody listens: what was asked has not been heard."""
 
 
-class Answer(asyncio.Protocol):
+class ProxiedAnswer(asyncio.Protocol):
     """A connection, and the answer that comes over it: `head`, then `part` until it is b"". Raises EngineError where
     the other side is gone."""
 
@@ -133,9 +133,9 @@ class Wire:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._free: list[Answer] = []
+        self._free: list[ProxiedAnswer] = []
 
-    async def ask(self, method: str, target: str, headers: Headers = (), body: bytes = b"") -> Answer:
+    async def ask(self, method: str, target: str, headers: Headers = (), body: bytes = b"") -> ProxiedAnswer:
         """target: path and query, as sent. The caller reads all of the answer, or closes it. Raises EngineError."""
         answer = self._newest_free() or await self._connect()
         lines = b"".join(b"%b: %b\r\n" % header for header in headers)
@@ -152,12 +152,12 @@ class Wire:
             answer.close()
             raise
 
-    def keep(self, answer: Answer) -> None:
+    def keep(self, answer: ProxiedAnswer) -> None:
         if answer.is_open and answer not in self._free:
             answer.free_since = time.monotonic()
             self._free.append(answer)
 
-    def forget(self, answer: Answer) -> None:
+    def forget(self, answer: ProxiedAnswer) -> None:
         if answer in self._free:
             self._free.remove(answer)
 
@@ -165,7 +165,7 @@ class Wire:
         for answer in list(self._free):
             answer.close()
 
-    def _newest_free(self) -> Answer | None:
+    def _newest_free(self) -> ProxiedAnswer | None:
         """The one that was used last; older ones may be about to be closed."""
         while self._free:
             answer = self._free.pop()
@@ -174,10 +174,10 @@ class Wire:
             answer.close()
         return None
 
-    async def _connect(self) -> Answer:
+    async def _connect(self) -> ProxiedAnswer:
         try:
             _, answer = await asyncio.get_running_loop().create_unix_connection(
-                lambda: Answer(self), self._path
+                lambda: ProxiedAnswer(self), self._path
             )
         except OSError as error:
             raise Unreached(LOST) from error

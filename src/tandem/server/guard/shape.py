@@ -1,4 +1,4 @@
-"""`Shape`: which names a type's JSON has at every depth, to find those that it does not have."""
+"""`BodyShape`: which names a type's JSON has at every depth, to find those that it does not have."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def says_nothing(value: Any) -> bool:
 
 
 @dataclass(eq=False, slots=True)
-class Shape:
+class BodyShape:
     """`fields`: of an object whose names are fixed; None: none is expected, or one with any names. `items`: of a list.
     `defaulted`: names of fields with a default that is no null. A type may refer to itself."""
 
-    fields: dict[str, Shape] | None = None
-    items: Shape | None = None
+    fields: dict[str, BodyShape] | None = None
+    items: BodyShape | None = None
     defaulted: frozenset[str] = frozenset()
 
     @property
@@ -56,12 +56,12 @@ class Shape:
         }
 
 
-def shape_of(kind: Any) -> Shape:
+def shape_of(kind: Any) -> BodyShape:
     return _shape(inspect.type_info(kind), {})
 
 
-def _shape(info: inspect.Type, structs: dict[type, Shape]) -> Shape:
-    shape = Shape()
+def _shape(info: inspect.Type, structs: dict[type, BodyShape]) -> BodyShape:
+    shape = BodyShape()
     for part in parts(info):
         if isinstance(part, inspect.StructType):
             struct = _of_struct(part, structs)
@@ -71,10 +71,10 @@ def _shape(info: inspect.Type, structs: dict[type, Shape]) -> Shape:
     return shape
 
 
-def _of_struct(info: inspect.StructType, structs: dict[type, Shape]) -> Shape:
+def _of_struct(info: inspect.StructType, structs: dict[type, BodyShape]) -> BodyShape:
     if info.cls not in structs:
         defaulted = frozenset(one.encode_name for one in info.fields if is_defaulted(one))
-        structs[info.cls] = shape = Shape(fields={}, defaulted=defaulted)
+        structs[info.cls] = shape = BodyShape(fields={}, defaulted=defaulted)
         assert shape.fields is not None
         for one in info.fields:
             shape.fields[one.encode_name] = _shape(one.type, structs)

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 
-from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenOutput
+from tandem.engine.protocol import GenerateRequest, SamplingSettings, TokenOutput
 from tandem.errors import ConfigError
 from tandem.flags.engine_config import EngineConfig
 
@@ -43,7 +43,7 @@ class Traces(Protocol):
         ...
 
 
-class _Nothing:
+class _NoTraces:
     """Where nobody asked for spans: both in one."""
 
     def begin(self, path: str, headers: Headers, requests: Sequence[GenerateRequest]) -> Span:
@@ -59,7 +59,7 @@ def traces_of(config: EngineConfig, model: Callable[[], str]) -> Traces:
     """model: the name that answers have. Raises ConfigError where the packages are missing, or the endpoint cannot be
     one."""
     if config.otlp_traces_endpoint is None:
-        return _Nothing()
+        return _NoTraces()
     _check(config.otlp_traces_endpoint)
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -164,7 +164,7 @@ class _RequestSpan:
         self._span.end()
 
 
-def _attributes(sampling: SamplingParams) -> dict[str, Any]:
+def _attributes(sampling: SamplingSettings) -> dict[str, Any]:
     """Only what says something."""
     attributes = {
         "max_tokens": sampling.max_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,

@@ -8,14 +8,13 @@ from typing import Any
 
 from msgspec import inspect
 
-from tandem.engine.limits import RANGES
+from tandem.engine.sampling.parameters import Bounds, Dialect, names_in, ranges
 from tandem.server.guard.shape import is_defaulted, parts
 
 # Fields by the names that dialects have for them.
-_ALIASES = {
-    "max_completion_tokens": "max_tokens", "max_output_tokens": "max_tokens", "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens", "sampling_seed": "seed", "repeat_penalty": "repetition_penalty",
-}  # fmt: skip
+_ALIASES = {theirs: ours for dialect in Dialect for ours, theirs in names_in(dialect).items()} | {
+    "max_completion_tokens": "max_tokens"
+}
 _UNLIMITED = {"ChatRequest": ("max_tokens", "max_completion_tokens")}  # -1: no limit
 _ELSEWHERE = {"CompletionRequest": ("max_tokens",), "ChatRequest": ("logprobs",)}  # 0 with echo; a truth value
 
@@ -24,10 +23,10 @@ def document_ranges(schemas: dict[str, Any], bodies: Iterable[str]) -> None:
     """Adds the bounds to the schemas of request bodies."""
     for body in bodies:
         for name, field in schemas[body].get("properties", {}).items():
-            bounds = RANGES.get(_ALIASES.get(name, name))
+            bounds = ranges().get(_ALIASES.get(name, name))
             if bounds is not None and name not in _ELSEWHERE.get(body, ()):
                 for number in _numbers(field):
-                    number.update(_keywords(*bounds, number))
+                    number.update(_keywords(bounds, number))
                     if name in _UNLIMITED.get(body, ()):
                         number.update({"minimum": -1, "not": {"const": 0}})
 
@@ -38,16 +37,17 @@ def _numbers(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield one
 
 
-def _keywords(lowest: float, highest: float, inclusive: bool, number: dict[str, Any]) -> dict[str, Any]:
+def _keywords(bounds: Bounds, number: dict[str, Any]) -> dict[str, Any]:
     """JSON schema keywords of a number's limits. Narrower limits of the schema itself stay."""
-    least = max(lowest, number.get("minimum", -math.inf))
-    most = min(highest, number.get("maximum", math.inf))
-    keywords: dict[str, Any] = {"minimum" if inclusive else "exclusiveMinimum": least}
+    least = max(bounds.lowest, number.get("minimum", -math.inf))
+    most = min(bounds.highest, number.get("maximum", math.inf))
+    keywords: dict[str, Any] = {"minimum" if bounds.inclusive else "exclusiveMinimum": least}
     return keywords if most == math.inf else keywords | {"maximum": most}
 
 
 def document_nulls(schemas: dict[str, Any], names: Mapping[type, str]) -> None:
-    """A null is as if a field were left out (`Shape.without_nulls`). names: the schemas' of all structs in requests."""
+    """A null is as if a field were left out (`BodyShape.without_nulls`). names: the schemas' of all structs in
+    requests."""
     for struct, name in names.items():
         for field in inspect.multi_type_info([struct])[0].fields:  # type: ignore[attr-defined]
             if is_defaulted(field):

@@ -7,7 +7,7 @@ import time
 from fastapi import APIRouter, Request, Response
 
 import tandem
-from tandem.engine.protocol import SamplingParams
+from tandem.engine.protocol import SamplingSettings
 from tandem.errors import RequestError
 from tandem.server.body import answers, body_schema, json_response, one_given, read_fields
 from tandem.server.chat.openai.request import conversation_of
@@ -96,7 +96,7 @@ async def _chat_tokens(state: ServerState, body: TokenizeBody, ignored: list[str
     )
     with named({"prompt": "messages"}):
         conversation = conversation_of(chat, state.sight(ignored))
-        prepared = await state.chat.prepare(conversation, SamplingParams(), counting=True)
+        prepared = await state.chat.prepare(conversation, SamplingSettings(), counting=True)
         ignored += prepared.ignored
         return prepared.prompt_ids
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from tandem.engine.sampling.parameters import Dialect
 from tandem.errors import RequestError
 from tandem.server.chat.answer_grammar import NamedSchema, ResponseFormat
-from tandem.server.chat.attachments import Attachment, Sight, Source, joined, refused_turn
+from tandem.server.chat.attachments import Attachment, ImageSource, Sight, joined, refused_turn
 from tandem.server.chat.content import Content
 from tandem.server.chat.content import joined as joined_contents
 from tandem.server.chat.conversation import Conversation, Message, Tool, ToolCall, is_begun, waiting_call
 from tandem.server.ollama.schema import ChatBody, CommonBody, GenerateBody, MessageBody, Options
 from tandem.server.openai_schema import SamplingBody
+from tandem.server.sampling_bodies import sent_parameters
 
 
 def chat_of(body: ChatBody, sight: Sight) -> Conversation:
@@ -45,19 +47,8 @@ def refuse_raw_images(body: GenerateBody) -> None:
 def sampling_body(body: CommonBody) -> SamplingBody:
     """Raises RequestError."""
     options = body.options or Options()
-    return SamplingBody(
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        typical_p=options.typical_p,
-        seed=options.seed,
-        stop=options.stop,
-        repetition_penalty=options.repeat_penalty,
-        presence_penalty=options.presence_penalty,
-        frequency_penalty=options.frequency_penalty,
-        response_format=_format(body),
-    )
+    same = sent_parameters(options, Dialect.OLLAMA)
+    return SamplingBody(stop=options.stop, response_format=_format(body), **same)
 
 
 def _format(body: CommonBody) -> ResponseFormat | None:
@@ -119,6 +110,6 @@ def _content(body: MessageBody, where: str, sight: Sight) -> Content:
 def _images(images: list[str] | None, where: str, sight: Sight) -> list[Content]:
     """Raises ApiError 400."""
     return [
-        Attachment("image", field="", image=Source(data, bare=True)).shown(f"{where}[{i}]", sight)
+        Attachment("image", field="", image=ImageSource(data, bare=True)).shown(f"{where}[{i}]", sight)
         for i, data in enumerate(images or ())
     ]

@@ -9,29 +9,30 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from tandem.engine.limits import validate
-from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.engine.protocol import GenerateRequest, SamplingSettings
+from tandem.engine.sampling.parameters import Dialect, names_in
 from tandem.planner.forecast.ledger import VRAM
 from tandem.server.body import answers, body_schema, json_response
 from tandem.server.chat.answer_parser import AnswerRules
 from tandem.server.chat.model import PreparedChat
 from tandem.server.errors import ApiError, named
 from tandem.server.fields import name_ignored, read_as
-from tandem.server.generation import Generation
+from tandem.server.generation import SubmittedRequests
 from tandem.server.info.model_files import weight_format
 from tandem.server.ollama.keep_alive import expiry, keep_seconds
 from tandem.server.ollama.request import chat_of, generation_of, refuse_raw_images, sampling_body
 from tandem.server.ollama.schema import (
     ChatBody,
-    Chunk,
     CommonBody,
     Details,
     GenerateBody,
     Options,
-    Running,
     RunningModel,
+    RunningModels,
     Said,
     Show,
     ShowBody,
+    StreamLine,
     Tag,
     Tags,
 )
@@ -42,9 +43,7 @@ from tandem.server.state import ServerState, cut_to_room
 # The Ollama whose interface this is. Clients refuse a server with a lower version than they want: VS Code 0.6.4, Codex
 # 0.13.4. Tandem's own is at /version.
 INTERFACE = "0.14.3"
-_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
-_NAMES = {name: f"options.{name}" for name in _OPTIONS} | {
-    "max_tokens": "options.num_predict", "repetition_penalty": "options.repeat_penalty",
+_NAMES = {ours: f"options.{theirs}" for ours, theirs in names_in(Dialect.OLLAMA).items()} | {
     "enable_thinking": "think", "reasoning_effort": "think", "response_format": "format",
     "continue_final_message": "messages",
 }  # fmt: skip
@@ -53,12 +52,12 @@ _NAMES = {name: f"options.{name}" for name in _OPTIONS} | {
 def routes(state: ServerState) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/api/chat", openapi_extra=body_schema(ChatBody) | answers(Chunk, LINES))
+    @router.post("/api/chat", openapi_extra=body_schema(ChatBody) | answers(StreamLine, LINES))
     async def chat(http: Request) -> Response:
         body, ignored = await read_as(http, ChatBody, Options)
         return name_ignored(await _chat(state, http, body, ignored), _with_keep_alive(state, body, ignored))
 
-    @router.post("/api/generate", openapi_extra=body_schema(GenerateBody) | answers(Chunk, LINES))
+    @router.post("/api/generate", openapi_extra=body_schema(GenerateBody) | answers(StreamLine, LINES))
     async def generate(http: Request) -> Response:
         body, ignored = await read_as(http, GenerateBody, Options)
         return name_ignored(await _generate(state, http, body, ignored), _with_keep_alive(state, body, ignored))
@@ -71,9 +70,9 @@ def routes(state: ServerState) -> APIRouter:
     async def tags() -> Response:
         return json_response(Tags([_tag(state)]))
 
-    @router.get("/api/ps", openapi_extra=answers(Running))
+    @router.get("/api/ps", openapi_extra=answers(RunningModels))
     async def ps() -> Response:
-        return json_response(Running([] if state.client.sleep.asleep else [_running(state)]))
+        return json_response(RunningModels([] if state.client.sleep.asleep else [_running(state)]))
 
     @router.post("/api/show", openapi_extra=body_schema(ShowBody) | answers(Show))
     async def show(http: Request) -> Response:
@@ -125,7 +124,7 @@ async def _answer(
         id=new_id("ollama"), prompt_ids=prepared.prompt_ids, sampling=sampling, images=prepared.images
     )
     writer = OllamaWriter(state.model_name, prepared.new_parser(), chat=chat)
-    answer = await Generation(state, http, [request]).answer(writer, body.stream is not False, LINES)
+    answer = await SubmittedRequests(state, http, [request]).answer(writer, body.stream is not False, LINES)
     _keep(state, body)  # a request that is refused says nothing of it
     return answer
 
@@ -134,7 +133,7 @@ def _names(body: CommonBody, prompt: str) -> dict[str, str]:
     return _NAMES | {"prompt": prompt, "grammar": "format" if body.format else "tools"}
 
 
-def _sampling(state: ServerState, body: CommonBody) -> SamplingParams:
+def _sampling(state: ServerState, body: CommonBody) -> SamplingSettings:
     num_predict = body.options.num_predict if body.options else None
     limit = None if num_predict is not None and num_predict < 0 else num_predict
     return sampling_of(sampling_body(body), state.sampling_defaults, max_tokens=limit)
@@ -157,7 +156,7 @@ async def _loaded(state: ServerState, body: CommonBody, **fields: Any) -> Respon
         _keep(state, body)
         await state.client.wake()
     reason = "unload" if unloads else "load"
-    return json_response(Chunk(model=state.model_name, created_at=now(), done=True, done_reason=reason, **fields))
+    return json_response(StreamLine(model=state.model_name, created_at=now(), done=True, done_reason=reason, **fields))
 
 
 def _with_keep_alive(state: ServerState, body: CommonBody, ignored: list[str]) -> list[str]:

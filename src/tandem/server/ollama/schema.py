@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from tandem.engine.sampling.parameters import Dialect
 from tandem.server.chat.openai.schema import ToolBody, ToolName
 from tandem.server.limits import MAX_MESSAGES, MAX_TOOLS
-from tandem.server.openai_schema import Int64
+from tandem.server.sampling_bodies import Int64, with_parameters
 
 Format = str | dict[str, Any]  # "json", or a schema
 Think = bool | str
@@ -37,20 +38,12 @@ class MessageBody(msgspec.Struct, frozen=True):
     tool_call_id: str | None = None
 
 
+@with_parameters(Dialect.OLLAMA)
 class Options(msgspec.Struct, frozen=True):
-    """Those that say how tokens are chosen. `num_predict` below 0: up to the context's end."""
+    """Those that say how tokens are chosen, beside the table's. `num_predict` below 0: up to the context's end."""
 
     num_predict: Int64 | None = None
-    temperature: float | None = None
-    top_k: Int64 | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    seed: Int64 | None = None
     stop: str | list[str] | None = None
-    repeat_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
 
 
 class CommonBody(msgspec.Struct, kw_only=True):
@@ -115,7 +108,7 @@ class Said(msgspec.Struct, frozen=True, omit_defaults=True):
     tool_calls: list[CalledTool] | None = None
 
 
-class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class StreamLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A line of a stream, or a whole answer. `message` in a chat, else `response`. Durations are nanoseconds."""
 
     model: str
@@ -169,7 +162,7 @@ class RunningModel(msgspec.Struct, frozen=True):
     context_length: int
 
 
-class Running(msgspec.Struct, frozen=True):
+class RunningModels(msgspec.Struct, frozen=True):
     models: list[RunningModel]
 
 

@@ -15,7 +15,7 @@ from tandem.server.chat.settled import AnsweredCall, CutCall, SettledEvent
 from tandem.server.chat.tools_in_text import arguments_object
 from tandem.server.errors import ApiError
 from tandem.server.ollama.errors import error_body
-from tandem.server.ollama.schema import CalledFunction, CalledTool, Chunk, Said
+from tandem.server.ollama.schema import CalledFunction, CalledTool, Said, StreamLine
 
 LINES = "application/x-ndjson"
 
@@ -48,7 +48,7 @@ class OllamaWriter:
     def take(self, outputs: list[TokenOutput]) -> None:
         self._events += self._new(outputs)
 
-    def whole(self) -> Chunk:
+    def whole(self) -> StreamLine:
         return self._chunk(self._events, done=True)
 
     def _new(self, outputs: list[TokenOutput]) -> list[SettledEvent]:
@@ -57,10 +57,10 @@ class OllamaWriter:
         events = self._answer.settled(outputs)
         return [event for event in events if not isinstance(event, Finish)]
 
-    def _chunk(self, events: list[SettledEvent], done: bool = False) -> Chunk:
+    def _chunk(self, events: list[SettledEvent], done: bool = False) -> StreamLine:
         text = "".join(map(_text, events))
         thinking = "".join(event.text for event in events if isinstance(event, ReasoningDelta)) or None
-        chunk = Chunk(model=self._model, created_at=now(), done=done)
+        chunk = StreamLine(model=self._model, created_at=now(), done=done)
         if self._chat:
             calls = [self._call(event) for event in events if isinstance(event, AnsweredCall)]
             message = Said("assistant", text, thinking, calls or None)
@@ -74,7 +74,7 @@ class OllamaWriter:
         self._calls += 1
         return CalledTool(function, call.id)
 
-    def _finished(self, chunk: Chunk) -> Chunk:
+    def _finished(self, chunk: StreamLine) -> StreamLine:
         ended = time.monotonic_ns()
         return msgspec.structs.replace(
             chunk,
@@ -87,7 +87,7 @@ class OllamaWriter:
             eval_duration=ended - self._first_at,
         )
 
-    def _line(self, chunk: Chunk) -> bytes:
+    def _line(self, chunk: StreamLine) -> bytes:
         return msgspec.json.encode(chunk) + b"\n"
 
 

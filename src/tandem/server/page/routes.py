@@ -39,7 +39,7 @@ _HEADERS = {
 }
 
 
-class _File(NamedTuple):
+class _PageFile(NamedTuple):
     data: bytes
     media_type: str
     etag: str
@@ -98,19 +98,19 @@ def _wants_html(accept: bytes) -> bool:
     return b"text/html" in accept
 
 
-def _read() -> Mapping[str, _File]:
+def _read() -> Mapping[str, _PageFile]:
     """Every file of `static/` whose kind is known, by its path there."""
     with as_file(files("tandem.server.page").joinpath("static")) as folder:
         paths = [path for path in folder.rglob("*") if path.suffix in _TYPES]
         return {path.relative_to(folder).as_posix(): _file(path) for path in paths}
 
 
-def _file(path: Path) -> _File:
+def _file(path: Path) -> _PageFile:
     data = path.read_bytes()
-    return _File(data, _TYPES[path.suffix], f'"{hashlib.sha256(data).hexdigest()[:16]}"')
+    return _PageFile(data, _TYPES[path.suffix], f'"{hashlib.sha256(data).hexdigest()[:16]}"')
 
 
-def _answer(http: Request, file: _File) -> Response:
+def _answer(http: Request, file: _PageFile) -> Response:
     headers = _HEADERS | {"ETag": file.etag, "Vary": "Accept"}
     if http.headers.get("if-none-match") == file.etag:
         return Response(status_code=304, headers=headers)

@@ -24,7 +24,6 @@ from tandem.server.limits import (
     LOW_DETAIL_TOKENS,
     MAX_DECODE_SECONDS,
     MAX_HELD_IMAGES,
-    MAX_HELD_PIXEL_BYTES,
     MAX_IMAGE_PIXELS,
     MAX_IMAGES,
     MAX_RECENT_IMAGES,
@@ -60,7 +59,7 @@ class Pixels:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class PreparedImage:
     """rows: tokens of the image. pixels: None where only its size was asked for. several: it has later frames, which
     are not shown. source_pixels: of its file."""
 
@@ -98,12 +97,14 @@ class ImageCounts:
 
 
 class Budget:
-    """Sums over the images of a request: pixels of their files, rows of the prompt, seconds of the decoder."""
+    """Sums over the images of a request: pixels of their files, bytes of what they are resized to, rows of the prompt,
+    seconds of the decoder."""
 
-    def __init__(self, limit: TokenLimit | None) -> None:
-        """limit: of prompt and answer together."""
-        self._limit = limit
+    def __init__(self, limit: TokenLimit | None, most_bytes: int) -> None:
+        """limit: of prompt and answer together. most_bytes: of all requests' resized images."""
+        self._limit, self._most_bytes = limit, most_bytes
         self._images = self._pixels = self._rows = 0
+        self._bytes = dict[bytes, int]()  # by key: equal images are there once
         self.seconds = 0.0
 
     def check(self, image: Image) -> None:
@@ -115,12 +116,21 @@ class Budget:
             text = f"{image.where}: the images of this request take too long to decode; send smaller ones"
             raise RequestError(text, image.where, "image_too_large")
 
-    def take(self, picture: Seen, image: Image) -> None:
+    def hold(self, pixels: Pixels, where: str) -> None:
+        """Raises RequestError where the images of this request alone are more than all may be: waiting is no help."""
+        if sum((self._bytes | {pixels.key: pixels.nbytes}).values()) > self._most_bytes:
+            text = f"the images up to {where} take more than the {self._most_bytes >> 20} MiB that all requests' may"
+            raise RequestError(f"{text}: send fewer, or smaller ones", where, "image_too_large")
+        self._bytes[pixels.key] = pixels.nbytes
+
+    def take(self, picture: PreparedImage, image: Image) -> None:
         """Raises RequestError where they are too many with this one, which then does not count."""
         if (pixels := self._pixels + picture.source_pixels) > MAX_IMAGE_PIXELS:
             most = MAX_IMAGE_PIXELS // 10**6
             text = f"the images up to {image.where} have {pixels // 10**6} million pixels; {most} are the most"
             raise RequestError(f"{text}: send fewer, or smaller ones", image.where, "image_too_large")
+        if picture.pixels is not None:
+            self.hold(picture.pixels, image.where)
         self._images, self._pixels, self._rows = self._images + 1, pixels, self._rows + picture.rows
         if self._limit is not None and self._rows >= self._limit.tokens:
             raise too_long(f"at least {self._rows}", self._limit)
@@ -134,7 +144,9 @@ class ImageReader:
     """Lives on the event loop. One image is decoded at a time, in a process of its own; those whose client leaves
     while they wait are not."""
 
-    def __init__(self, tower: Tower, most_tokens: int) -> None:
+    def __init__(self, tower: Tower, most_tokens: int, most_bytes: int) -> None:
+        """most_tokens: of an image. most_bytes: of resized images, of running requests and those that are kept."""
+        self._most_bytes = most_bytes
         self.limit: TokenLimit | None = None  # of prompt and answer together
         self.placeholder = tower.placeholder
         self._processor = tower.processor
@@ -143,7 +155,7 @@ class ImageReader:
         self._process = ImageProcess(tower.processor)
         self._thread = ThreadPoolExecutor(1, "images")  # waits for the process
         self._waiting = 0  # bytes
-        self._recent: OrderedDict[Name, Seen] = OrderedDict()
+        self._recent: OrderedDict[Name, PreparedImage] = OrderedDict()
         self._unreadable: OrderedDict[Name, Unreadable] = OrderedDict()  # that an older turn had
         self._held: WeakValueDictionary[bytes, Pixels] = WeakValueDictionary()  # by key
 
@@ -152,7 +164,7 @@ class ImageReader:
         self._process.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def read(self, images: Sequence[Image], *, sizes: bool = False) -> list[Seen | Unreadable]:
+    async def read(self, images: Sequence[Image], *, sizes: bool = False) -> list[PreparedImage | Unreadable]:
         """Each image, in order. sizes: nothing is decoded. What is too much becomes a note where the image is of an
         older turn, whose client sends it again and again; the newest come first. Raises RequestError where the newest
         turn has it; ApiError 429; EngineError where the decoder fails."""
@@ -160,17 +172,17 @@ class ImageReader:
         if len(newest) > MAX_IMAGES:
             text = f"at most {MAX_IMAGES} images in one request, not {len(newest)}; leave out the oldest"
             raise RequestError(text, images[newest[MAX_IMAGES]].where, "too_many_images")
-        read, budget = dict[int, Seen | Unreadable](), Budget(self.limit)
+        read, budget = dict[int, PreparedImage | Unreadable](), Budget(self.limit, self._most_bytes)
         with self._in_line(sum(len(image.data) for image in images)):
             for number in (*newest, *reversed(older)):
                 read[number] = await self._within(budget, images[number], sizes)
         return [read[number] for number in range(len(images))]
 
-    async def _within(self, budget: Budget, image: Image, sizes: bool) -> Seen | Unreadable:
+    async def _within(self, budget: Budget, image: Image, sizes: bool) -> PreparedImage | Unreadable:
         try:
             budget.check(image)
             picture = await self._read(image, sizes, budget)
-            if isinstance(picture, Seen):
+            if isinstance(picture, PreparedImage):
                 budget.take(picture, image)
             return picture
         except (RequestError, EngineError) as error:
@@ -182,7 +194,7 @@ class ImageReader:
         """The pixels of these: as long as somebody has them, their paths are good."""
         return [self._held[span.key] for span in spans]
 
-    async def _read(self, image: Image, sizes: bool, budget: Budget) -> Seen | Unreadable:
+    async def _read(self, image: Image, sizes: bool, budget: Budget) -> PreparedImage | Unreadable:
         most = min(self._most_tokens, LOW_DETAIL_TOKENS) if image.detail == "low" else self._most_tokens
         data = image.data.encode("ascii", "replace")
         name = (await asyncio.to_thread(lambda: hashlib.sha256(data).digest()), most)
@@ -200,9 +212,12 @@ class ImageReader:
                 self._unreadable[name] = Unreadable(str(error))
                 _shrink(self._unreadable)
             raise
-        return picture if sizes else self._cached(name, picture)
+        if picture.pixels is None:
+            return picture
+        budget.hold(picture.pixels, image.where)
+        return self._cached(name, replace(picture, pixels=self._held_once(picture.pixels)))
 
-    def _decoded(self, data: bytes, where: str, most: int, sizes: bool, budget: Budget) -> Seen:
+    def _decoded(self, data: bytes, where: str, most: int, sizes: bool, budget: Budget) -> PreparedImage:
         began = time.monotonic()
         try:
             resized = self._process.resized(data, where, most_tokens=most, base64=True, pixels=not sizes)
@@ -212,17 +227,26 @@ class ImageReader:
         decoded = resized.found
         rows = self._processor.tokens(self._processor.grid(decoded.height, decoded.width))
         pixels = None if sizes else Pixels(resized, self._processor)
-        return Seen(rows, decoded.source_pixels, decoded.frames > 1, pixels)
+        return PreparedImage(rows, decoded.source_pixels, decoded.frames > 1, pixels)
 
-    def _cached(self, name: Name, picture: Seen) -> Seen:
-        """The same; another file's pixels where they are equal. Raises ApiError 429 where running requests hold too
-        many."""
-        assert picture.pixels is not None
-        held = sum(pixels.nbytes for pixels in self._held.values())
-        if held + picture.pixels.nbytes > MAX_HELD_PIXEL_BYTES or len(self._held) >= MAX_HELD_IMAGES:
+    def _held_once(self, pixels: Pixels) -> Pixels:
+        """The same, or another file's that are equal. Those that are kept make room. Raises ApiError 429 where running
+        requests hold too many."""
+        if (known := self._held.get(pixels.key)) is not None:
+            return known
+        while not (room := self._has_room(pixels.nbytes)) and self._recent:
+            self._recent.popitem(last=False)
+        if not room:
             raise overloaded("the running requests hold too many images; try again later")
+        self._held[pixels.key] = pixels
+        return pixels
+
+    def _has_room(self, nbytes: int) -> bool:
+        held = sum(pixels.nbytes for pixels in self._held.values())
+        return held + nbytes <= self._most_bytes and len(self._held) < MAX_HELD_IMAGES
+
+    def _cached(self, name: Name, picture: PreparedImage) -> PreparedImage:
         self.counts.decoded += 1
-        picture = replace(picture, pixels=self._held.setdefault(picture.pixels.key, picture.pixels))
         self._recent[name] = picture
         size = sum(one.nbytes for one in self._recent.values())
         while size > RECENT_PIXEL_BYTES and len(self._recent) > 1:

@@ -16,7 +16,6 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from tandem.engine.limits import TokenLimit, too_long
-from tandem.engine.text.chat_template import ChatTemplate
 from tandem.server.errors import overloaded
 from tandem.server.limits import (
     CHARS_OF_TOKEN,
@@ -26,6 +25,7 @@ from tandem.server.limits import (
     MAX_WAITING_CHARS,
 )
 from tandem.server.prompts.template_process import TemplateProcess
+from tandem.text.chat_template import ChatTemplate
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ _THREADS = 2  # more would take the engine's cores
 
 
 class PromptTokenizer(Protocol):
-    """Part of `tandem.engine.text.tokenizer.Tokenizer` that prompts need."""
+    """Part of `tandem.text.tokenizer.Tokenizer` that prompts need."""
 
     @property
     def chat_template(self) -> ChatTemplate | None: ...

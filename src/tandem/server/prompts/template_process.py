@@ -17,12 +17,12 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from tandem.engine.frames import receive_frame, send_frame
-from tandem.engine.text.chat_template import ChatTemplate
 from tandem.errors import CheckpointError, RequestError
+from tandem.process.frames import receive_frame, send_frame
 from tandem.server.errors import ApiError
 from tandem.server.limits import TEMPLATE_SECONDS
 from tandem.server.prompts.template_worker import NO_TEMPLATE, REFUSED
+from tandem.text.chat_template import ChatTemplate
 
 
 class TemplateProcess:

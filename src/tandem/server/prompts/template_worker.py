@@ -14,10 +14,10 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from tandem.engine.frames import receive_frame, send_frame
-from tandem.engine.text.chat_template import ChatTemplate
 from tandem.errors import TandemError
+from tandem.process.frames import receive_frame, send_frame
 from tandem.server.limits import MAX_RENDERED_CHARS, TEMPLATE_BYTES, TEMPLATE_SECONDS
+from tandem.text.chat_template import ChatTemplate
 
 DONE, REFUSED, NO_TEMPLATE = b"+", b"-", b"!"  # what an answer begins with; then a text
 

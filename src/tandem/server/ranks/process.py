@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 import zmq
 
-from tandem.engine.garbage import loaded_is_kept
 from tandem.engine.ranks.follower import Follower
 from tandem.engine.ranks.messages import StartRank, StepList
 from tandem.engine.start.loader import load_rank
 from tandem.errors import TandemError
 from tandem.kernels.free_memory import keep_free_memory, return_free_memory
+from tandem.process.garbage import loaded_is_kept
 from tandem.server.engine_process import describe, take_cpus, tie_to_parent
 from tandem.server.terminal import log_to_terminal, outlive_terminal
 

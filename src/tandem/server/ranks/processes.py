@@ -9,7 +9,7 @@ import sys
 from asyncio.subprocess import Process
 from collections.abc import Iterator
 
-from tandem.engine.children import exit_reason
+from tandem.process.children import exit_reason
 from tandem.server.endpoint import private_endpoint
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from tandem.errors import RequestError
 from tandem.server.chat.attachments import (
     Attachment,
+    ImageSource,
     Sight,
-    Source,
     file_text,
     is_attachment,
     joined,
@@ -68,7 +68,7 @@ def _messages(
     items: Sequence[Item], tools: Sequence[ToolBody] | None, sight: Sight
 ) -> Iterator[Message]:
     """Messages of the items. An assistant's thoughts, text and calls in a row are one message."""
-    turn, refused = _Turn(sight), refused_turn([_speaker(item) for item in items], tools)
+    turn, refused = _ResponseTurn(sight), refused_turn([_speaker(item) for item in items], tools)
     for i, item in enumerate(items):
         where = f"input[{i}]"
         if item.type in _LEFT_OUT:
@@ -89,7 +89,7 @@ def _speaker(item: Item) -> str:
     return "assistant" if item.type in (*_ASSISTANT, *_LEFT_OUT) else item.role or ""
 
 
-class _Turn:
+class _ResponseTurn:
     """An assistant's."""
 
     def __init__(self, sight: Sight) -> None:
@@ -159,7 +159,7 @@ def _part(part: Part, where: str, sight: Sight) -> tuple[Content, bool]:
         text = f"{where}: only text parts are served, not {part.type[:40]!r}"
         raise ApiError(400, text, param=f"{where}.type", code="not_available")
     content = file_text(part.file_data, part.filename)
-    source = Source(part.image_url, part.detail) if part.type in _IMAGES else None
+    source = ImageSource(part.image_url, part.detail) if part.type in _IMAGES else None
     attached = Attachment(part.type, part.filename, content, image=source, image_field=".image_url")
     return attached.shown(where, sight), True
 

@@ -7,7 +7,8 @@ from fastapi import APIRouter, Request
 from fastapi import Response as HttpResponse
 
 from tandem.engine.limits import TOO_LONG
-from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.engine.protocol import GenerateRequest, SamplingSettings
+from tandem.engine.sampling.parameters import Dialect, names_in
 from tandem.errors import RequestError
 from tandem.server.body import answers, body_schema, json_response
 from tandem.server.chat.answer_grammar import NamedSchema, ResponseFormat
@@ -15,7 +16,7 @@ from tandem.server.chat.conversation import Message
 from tandem.server.chat.wishes import Wishes, prepare_wishes
 from tandem.server.errors import ApiError, as_api_error, named
 from tandem.server.fields import name_ignored, read_as
-from tandem.server.generation import EVENTS, Generation
+from tandem.server.generation import EVENTS, SubmittedRequests
 from tandem.server.openai_sampling import new_id, sampling_of
 from tandem.server.openai_schema import SamplingBody
 from tandem.server.responses.items import Items
@@ -29,15 +30,15 @@ from tandem.server.responses.schema import (
     ResponsesRequest,
     TextBody,
 )
-from tandem.server.responses.store import ResponseStore, Stored
+from tandem.server.responses.store import ResponseStore, StoredResponse
 from tandem.server.responses.tools import left_out, offer_of
 from tandem.server.responses.writer import ResponseWriter, begun, refused
+from tandem.server.sampling_bodies import sent_parameters
 from tandem.server.state import ServerState, cut_to_room
 
 _NAMES = {
-    "prompt": "input", "messages": "input", "max_tokens": "max_output_tokens",
-    "reasoning_effort": "reasoning.effort", "enable_thinking": "reasoning.effort",
-    "response_format": "text.format",
+    **names_in(Dialect.RESPONSES), "prompt": "input", "messages": "input", "reasoning_effort": "reasoning.effort",
+    "enable_thinking": "reasoning.effort", "response_format": "text.format",
 }  # fmt: skip
 # As for Anthropic's clients: agents send an effort to every model.
 _WISHES: Wishes = {
@@ -89,7 +90,7 @@ async def _answer(
         if body.store is not False:
             messages = (*earlier, *input_messages(body, state.sight([])), items.message())
             items_json = {item["id"]: msgspec.json.encode(item) for item in items.done}
-            store.put(response_id, Stored(messages, msgspec.json.encode(response), items_json))
+            store.put(response_id, StoredResponse(messages, msgspec.json.encode(response), items_json))
 
     offer = offer_of(body)
     with named(_NAMES):
@@ -105,7 +106,7 @@ async def _answer(
             limited = cut_to_room(state, prepared.sampling, len(ids))
             request = GenerateRequest(id=response_id, prompt_ids=ids, sampling=limited, images=prepared.images)
             writer = ResponseWriter(start, prepared.new_parser(), offer, keep)
-            return await Generation(state, http, [request]).answer(writer, body.stream)
+            return await SubmittedRequests(state, http, [request]).answer(writer, body.stream)
     except RequestError as error:
         if not body.stream or error.code != TOO_LONG:
             raise
@@ -122,7 +123,7 @@ async def _count(state: ServerState, store: ResponseStore, http: Request) -> Htt
         tools = [each.tool for each in offer_of(body).values()]
         conversation = conversation_of(body, earlier, tools, state.sight(ignored))
         prepared = await prepare_wishes(
-            state.chat, conversation, SamplingParams(), _WISHES, ignored, counting=True
+            state.chat, conversation, SamplingSettings(), _WISHES, ignored, counting=True
         )
     count = InputTokens(len(prepared.prompt_ids))
     return name_ignored(json_response(count), [*ignored, *left_out(body)])
@@ -164,8 +165,7 @@ def _format(text: TextBody | None) -> ResponseFormat | None:
     return ResponseFormat(form.type, NamedSchema(form.schema, form.name))
 
 
-def _sampling(state: ServerState, body: ResponsesRequest) -> SamplingParams:
-    same = SamplingBody(
-        temperature=body.temperature, top_p=body.top_p, response_format=_format(body.text)
-    )
-    return sampling_of(same, state.sampling_defaults, max_tokens=body.max_output_tokens)
+def _sampling(state: ServerState, body: ResponsesRequest) -> SamplingSettings:
+    same = sent_parameters(body, Dialect.RESPONSES)
+    sampling = SamplingBody(response_format=_format(body.text), **same)
+    return sampling_of(sampling, state.sampling_defaults, max_tokens=body.max_output_tokens)

@@ -7,9 +7,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from tandem.engine.sampling.parameters import Dialect
 from tandem.server.chat.openai.schema import ToolName
 from tandem.server.limits import MAX_MESSAGES, MAX_TOOLS
-from tandem.server.openai_schema import Int64, RequestId
+from tandem.server.openai_schema import RequestId
+from tandem.server.sampling_bodies import Int64, with_parameters
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -112,6 +114,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
     include_obfuscation: bool | None = None
 
 
+@with_parameters(Dialect.RESPONSES)
 class ResponsesRequest(msgspec.Struct, kw_only=True):
     """POST /v1/responses. The fields from `include` on change nothing here."""
 
@@ -122,8 +125,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     store: bool | None = None
     stream: bool | None = None
     max_output_tokens: Int64 | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     tools: Annotated[list[ToolBody], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["auto", "none", "required"] | ToolChoiceBody | None = None
     parallel_tool_calls: bool | None = None

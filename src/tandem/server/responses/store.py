@@ -18,7 +18,7 @@ MAX_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredResponse:
     """messages: all that was said up to the end of the response, without `instructions`. body: as it was sent. items:
     its output's by their ids, as JSON: a body may be much longer than one of them, and requests name hundreds."""
 
@@ -42,12 +42,12 @@ class ResponseStore:
 
     def __init__(self, most: int = MAX_RESPONSES, most_bytes: int = MAX_BYTES) -> None:
         self._most, self._most_bytes = most, most_bytes
-        self._stored: OrderedDict[str, Stored] = OrderedDict()
+        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
         self._response_of: dict[str, str] = {}  # of an item's id
         self._bytes = 0
-        self._images: dict[str, _Kept] = {}  # by their data
+        self._images: dict[str, _StoredEntry] = {}  # by their data
 
-    def put(self, response_id: str, stored: Stored) -> None:
+    def put(self, response_id: str, stored: StoredResponse) -> None:
         """One that is too large for the store is not kept; it would take all others' place."""
         if stored.size + sum(len(image.data) for image in stored.images) > self._most_bytes:
             return
@@ -58,7 +58,7 @@ class ResponseStore:
         while len(self._stored) > self._most or self._bytes > self._most_bytes:
             self._forget(next(iter(self._stored)))
 
-    def get(self, response_id: str, param: str) -> Stored:
+    def get(self, response_id: str, param: str) -> StoredResponse:
         """Raises ApiError: 400 for one that another request names, else 404."""
         if response_id not in self._stored:
             earlier = param == "previous_response_id"
@@ -101,7 +101,7 @@ class ResponseStore:
 
     def _kept_image(self, image: Image) -> Image:
         if image.data not in self._images:
-            self._images[image.data] = _Kept(image.data)
+            self._images[image.data] = _StoredEntry(image.data)
             self._bytes += len(image.data)
         entry = self._images[image.data]
         entry.uses += 1
@@ -116,7 +116,7 @@ class ResponseStore:
 
 
 @dataclass(slots=True)
-class _Kept:
+class _StoredEntry:
     """An image of so many messages of stored responses."""
 
     data: str

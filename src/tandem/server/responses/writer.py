@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from tandem.engine.protocol import SamplingParams, TokenOutput
+from tandem.engine.protocol import SamplingSettings, TokenOutput
 from tandem.server.chat.answer_parser import AnswerParser, AnswerRules
 from tandem.server.chat.one_answer import OneAnswer
 from tandem.server.errors import ApiError, naming
@@ -120,7 +120,7 @@ def refused(response: Response, error: ApiError) -> bytes:
     return ResponseWriter(response, nothing, {}, lambda *_: None).failed(error)
 
 
-def begun(body: ResponsesRequest, response_id: str, model: str, sampling: SamplingParams) -> Response:
+def begun(body: ResponsesRequest, response_id: str, model: str, sampling: SamplingSettings) -> Response:
     """The response before anything is said: it repeats what was asked for."""
     return Response(
         id=response_id,

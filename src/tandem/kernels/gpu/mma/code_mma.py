@@ -47,7 +47,7 @@ def reads(panels: Panels, device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0) and available()
 
 
-class Blocks(NamedTuple):
+class MmaTiling(NamedTuple):
     """How a kernel divides a matrix."""
 
     panels: int  # of a block
@@ -59,24 +59,24 @@ class Blocks(NamedTuple):
 
 @cache
 def kernel(
-    kind: Kind, blocks: Blocks, device_index: int | None, ending: Activation | None, ready: bool = False
+    kind: Kind, blocks: MmaTiling, device_index: int | None, ending: Activation | None, ready: bool = False
 ) -> Any:
     """Compiled on first use. ending: the activation that panels of gate and up end in. ready: as `multiply` has it."""
     (function,) = compiled(source(kind, blocks, ending, ready), ("multiply",), device_index)
     return function
 
 
-def source(kind: Kind, blocks: Blocks, ending: Activation | None = None, ready: bool = False) -> str:
+def source(kind: Kind, blocks: MmaTiling, ending: Activation | None = None, ready: bool = False) -> str:
     sizes = ", ".join(f"{name} = {value}" for name, value in {**_upper(blocks), "READY": int(ready)}.items())
     paired = "#define PAIRED 0\n" if ending is None else "#define PAIRED 1\n" + activation_steps(ending)
     return code_steps(kind) + paired + f"enum {{ {sizes} }};\n" + SOURCE
 
 
-def _upper(blocks: Blocks) -> dict[str, int]:
+def _upper(blocks: MmaTiling) -> dict[str, int]:
     return {name.upper(): value for name, value in blocks._asdict().items()}
 
 
-def blocks_of(panels: Panels, rows: int, processors: int) -> Blocks:
+def blocks_of(panels: Panels, rows: int, processors: int) -> MmaTiling:
     """Every block reads the rows of x anew and adds up its warps. So a block takes two panels where all processors have
     blocks and registers hold the steps of both. Where a processor has only one block, more warps read for it; where
     it has more, they would take a third longer. Blocks of few warps, where all of them then run at once, and blocks of
@@ -84,19 +84,19 @@ def blocks_of(panels: Panels, rows: int, processors: int) -> Blocks:
     tiles = 1 if rows <= TILE_ROWS else 2 if rows <= 2 * TILE_ROWS else 4
     ahead = 4 if tiles == 1 else 2
     if panels.codes == 8 and 2 * processors < panels.panels <= SMALL * processors:
-        return Blocks(1, tiles, 4, _ahead(panels, 4, ahead), SMALL if tiles == 1 else 4)
+        return MmaTiling(1, tiles, 4, _ahead(panels, 4, ahead), SMALL if tiles == 1 else 4)
     two = tiles == 2 or (tiles == 1 and panels.codes == 8)
     each = 2 if two and panels.panels // 2 >= processors else 1
     one_block = panels.panels <= processors
     warps = 16 if one_block else 8
-    return Blocks(each, tiles, warps, _ahead(panels, warps, ahead), 1 if one_block else 2)
+    return MmaTiling(each, tiles, warps, _ahead(panels, warps, ahead), 1 if one_block else 2)
 
 
-def pairs_of(panels: Panels, rows: int, processors: int) -> Blocks:
+def pairs_of(panels: Panels, rows: int, processors: int) -> MmaTiling:
     """As `blocks_of`, of a gate's panel and an up's: as many steps in flight as one panel has of twice the length."""
     one_block = panels.panels // 2 <= processors
     ahead, warps = 4 if panels.codes == 8 and rows <= TILE_ROWS else 2, 16 if one_block else 8
-    return Blocks(2, 1 if rows <= TILE_ROWS else 2, warps, _ahead(panels, warps, ahead), 1 if one_block else 2)
+    return MmaTiling(2, 1 if rows <= TILE_ROWS else 2, warps, _ahead(panels, warps, ahead), 1 if one_block else 2)
 
 
 def _ahead(panels: Panels, warps: int, most: int) -> int:

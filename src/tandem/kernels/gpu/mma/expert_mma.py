@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.kernels.gpu.expert_rows import Between, slots_of
+from tandem.kernels.gpu.expert_rows import ExpertActivation, slots_of
 from tandem.kernels.gpu.mma.activated import activation_steps
 from tandem.kernels.gpu.mma.mma_source import (
     STEP,
@@ -67,7 +67,7 @@ def source(kind: Kind, activation: Activation = SILU) -> str:
 
 
 def gate_up(
-    x: Tensor, pool: Tensor, panels: Panels, stride: int, routing: Routing, between: Between
+    x: Tensor, pool: Tensor, panels: Panels, stride: int, routing: Routing, between: ExpertActivation
 ) -> Tensor:
     """As `expert_rows.gate_up`."""
     slots = slots_of(routing)
@@ -93,7 +93,7 @@ def down(
     panels: Panels,
     stride: int,
     routing: Routing,
-    between: Between,
+    between: ExpertActivation,
     out: Tensor,
 ) -> Tensor:
     """The weighted sum over a token's experts, those below slot 0 left out: out float32 or bfloat16 [T, columns]."""

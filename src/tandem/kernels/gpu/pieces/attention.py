@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.batch_layout import KernelBatch
 from tandem.kernels.gpu.attention import TritonAttention
-from tandem.kernels.gpu.pieces.runs import Run, runs_of
+from tandem.kernels.gpu.pieces.runs import SequenceRun, runs_of
 from tandem.mechanisms.latent.gpu.prompt_kernels import Folded, gather
 from tandem.spec.gpu_scratch import GQA_PIECE, GQA_ROUND, gqa_rows
 
@@ -68,7 +68,7 @@ def attend_for(shape: Heads, device: torch.device) -> Attend | None:
 
 
 class PieceAttention:
-    """`Attention`. attend: whose kernel computes the pieces, by shape and device; None: ours computes all."""
+    """`AttentionBackend`. attend: whose kernel computes the pieces, by shape and device; None: ours computes all."""
 
     pausable = True
 
@@ -76,10 +76,10 @@ class PieceAttention:
         self, ours: TritonAttention, attend: Callable[[Heads, torch.device], Attend | None] = attend_for
     ) -> None:
         self._ours, self._attend_for = ours, attend
-        self._runs: tuple[Run, ...] = ()
+        self._runs: tuple[SequenceRun, ...] = ()
         self._rehearses = False
 
-    def begin(self, batch: BatchLayout, captured: bool) -> None:
+    def begin(self, batch: KernelBatch, captured: bool) -> None:
         """Plans a step; the plan counts until the next step that runs alone begins. Graphs of prompts are rehearsed
         without tokens: then cuDNN is tried, which takes two seconds the first time."""
         self._ours.begin(batch, captured)
@@ -92,7 +92,7 @@ class PieceAttention:
         q: Tensor,
         k_pages: Tensor,
         v_pages: Tensor,
-        batch: BatchLayout,
+        batch: KernelBatch,
         scale: float,
         window: int,
         sinks: Tensor | None = None,
@@ -107,25 +107,25 @@ class PieceAttention:
 
     def _run(
         self,
-        run: Run,
+        run: SequenceRun,
         attend: Attend,
         q: Tensor,
         pages: tuple[Tensor, Tensor],
-        batch: BatchLayout,
+        batch: KernelBatch,
         scale: float,
     ) -> Tensor:
         if run.before is None:
             return self._ours(q[run.rows], *pages, _part(batch, run), scale, 0)
         table = batch.block_tables[run.sequences.start]
-        return Pieces(attend, (*pages, table), scale)(q[run.rows], run.before)
+        return ChunkAttention(attend, (*pages, table), scale)(q[run.rows], run.before)
 
 
-def _part(batch: BatchLayout, run: Run) -> BatchLayout:
+def _part(batch: KernelBatch, run: SequenceRun) -> KernelBatch:
     """Layout of the sequences of a run, which are not whole steps."""
     first, last = run.sequences.start, run.sequences.stop
     starts = batch.query_starts[first : last + 1]
     layout: Any = batch
-    return cast(BatchLayout, replace(
+    return cast(KernelBatch, replace(
         layout, positions=batch.positions[run.rows], cache_slots=batch.cache_slots[run.rows], turns=None,
         query_starts=starts - run.rows.start, seq_lens=batch.seq_lens[run.sequences],
         block_tables=batch.block_tables[run.sequences], slots=batch.slots[run.sequences],
@@ -133,7 +133,7 @@ def _part(batch: BatchLayout, run: Run) -> BatchLayout:
     ))  # fmt: skip
 
 
-class Chunk(NamedTuple):
+class AttentionPieces(NamedTuple):
     """Rows after tokens of which `pieces` are whole pieces, up to `begin`. The `skipped` tokens that follow are no
     piece: a causal square of `size` tokens takes them, too, as rows that nobody looks at. rows: that all pieces see,
     rounded up."""
@@ -145,7 +145,7 @@ class Chunk(NamedTuple):
     pieces: tuple[tuple[int, int], ...]
 
 
-def chunk_of(before: int, rows: int) -> Chunk:
+def chunk_of(before: int, rows: int) -> AttentionPieces:
     """Chunk of `rows` rows after `before` tokens."""
     begin, pieces = 0, []
     for size in PIECES:
@@ -153,14 +153,14 @@ def chunk_of(before: int, rows: int) -> Chunk:
             pieces.append((begin, begin + size))
             begin += size
     skipped = before - begin
-    return Chunk(begin, skipped, _rounded(skipped + rows), _rounded(rows), tuple(pieces))
+    return AttentionPieces(begin, skipped, _rounded(skipped + rows), _rounded(rows), tuple(pieces))
 
 
 def _rounded(rows: int) -> int:
     return -(-rows // ROUND) * ROUND
 
 
-class Pieces:
+class ChunkAttention:
     """One chunk's attention. pages: of keys, of values, and the sequence's table."""
 
     def __init__(self, attend: Attend, pages: tuple[Tensor, Tensor, Tensor], scale: float) -> None:
@@ -174,7 +174,7 @@ class Pieces:
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _some(self, q: Tensor, chunk: Chunk) -> Tensor:
+    def _some(self, q: Tensor, chunk: AttentionPieces) -> Tensor:
         own, sums = self._square(q, chunk)
         if not chunk.pieces:
             return own.flatten(1)
@@ -187,7 +187,7 @@ class Pieces:
             folded.add(part[: len(q)], sums[:, : len(q)])
         return out
 
-    def _square(self, q: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
+    def _square(self, q: Tensor, chunk: AttentionPieces) -> tuple[Tensor, Tensor]:
         """Attention to the tokens that are in no piece, and its sums."""
         rows = slice(chunk.skipped, chunk.skipped + len(q))
         keys = self._keys_values(chunk.begin, chunk.begin + rows.stop, chunk.begin + chunk.size, q.dtype)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.kernels.gpu.expert_rows import Between
+from tandem.kernels.gpu.expert_rows import ExpertActivation
 from tandem.kernels.gpu.mma.activated import activation_steps
 from tandem.kernels.gpu.mma.mma_source import STEP, Kind, code_steps, group_shift, has_steps, kind_of
 from tandem.kernels.gpu.nvrtc import available, compiled, cuda_source, launch
@@ -32,7 +32,7 @@ WARPS = 4
 SMALL, MIDDLE = 16, 40
 
 
-class Blocks(NamedTuple):
+class ProductTiling(NamedTuple):
     """How a kernel divides a product."""
 
     rows: int  # of a tile, at most
@@ -49,24 +49,24 @@ def reads(panels: Panels, device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0) and available()
 
 
-def blocks_of(panels: Panels, mean_rows: float) -> Blocks:
+def blocks_of(panels: Panels, mean_rows: float) -> ProductTiling:
     """mean_rows: of an expert, about."""
     few = 4 if panels.codes == 8 else 2
     if mean_rows <= SMALL:
-        return Blocks(16, few, 8, WARPS, 4)
-    return Blocks(32, few, 4, WARPS, 3) if mean_rows <= MIDDLE else Blocks(64, 2, 3, WARPS, 2)
+        return ProductTiling(16, few, 8, WARPS, 4)
+    return ProductTiling(32, few, 4, WARPS, 3) if mean_rows <= MIDDLE else ProductTiling(64, 2, 3, WARPS, 2)
 
 
 @cache
 def kernel(
-    kind: Kind, blocks: Blocks, scale_steps: int, ending: Activation | None, device_index: int | None
+    kind: Kind, blocks: ProductTiling, scale_steps: int, ending: Activation | None, device_index: int | None
 ) -> Any:
     """Compiled on first use. ending: the activation that panels of gate and up end in."""
     (function,) = compiled(source(kind, blocks, scale_steps, ending), ("multiply_codes",), device_index)
     return function
 
 
-def source(kind: Kind, blocks: Blocks, scale_steps: int, ending: Activation | None) -> str:
+def source(kind: Kind, blocks: ProductTiling, scale_steps: int, ending: Activation | None) -> str:
     sizes = {
         **blocks._asdict(),
         "scale_steps": min(scale_steps, blocks.steps),
@@ -87,7 +87,7 @@ def activated(
     gate_up: Panels,
     ends: Tensor,
     mean_rows: float,
-    between: Between,
+    between: ExpertActivation,
     whose: Tensor,
 ) -> Tensor:
     """bfloat16 [R, width]: the activation of row r of x bfloat16 [R, depth] and its expert's gate and up, whose panels

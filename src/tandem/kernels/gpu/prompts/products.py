@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from tandem.kernels.gpu.expert_rows import Between
+from tandem.kernels.gpu.expert_rows import ExpertActivation
 from tandem.kernels.gpu.panels import Panels
 from tandem.kernels.gpu.prompts import code_product, grouped, rows
 from tandem.kernels.gpu.prompts.order import Order, order
@@ -41,7 +41,7 @@ def _at_once() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ExpertGroup:
     """Experts that are computed at once, those of the next `count` keys. arrive: called before anything reads them,
     read: as soon as they are in scratch."""
 
@@ -82,11 +82,11 @@ def _scratch(device: torch.device, numbers: int) -> Tensor:
     return scratch
 
 
-def parts_of(pool: Tensor, stride: int, experts: int, at_once: int) -> list[Part]:
+def parts_of(pool: Tensor, stride: int, experts: int, at_once: int) -> list[ExpertGroup]:
     """Slots 0 ... experts - 1 of `pool`, in parts of nearly equal size."""
     each = -(-experts // max(1, -(-experts // at_once)))
     return [
-        Part(Packed(pool, stride, first), min(each, experts - first)) for first in range(0, experts, each)
+        ExpertGroup(Packed(pool, stride, first), min(each, experts - first)) for first in range(0, experts, each)
     ]
 
 
@@ -94,7 +94,7 @@ class PromptExperts:
     """Products of experts of one shape and format; each call names the experts. codes: few rows need no unpacking."""
 
     def __init__(
-        self, gate_up: Panels, down: Panels, between: Between, device: torch.device, experts: int
+        self, gate_up: Panels, down: Panels, between: ExpertActivation, device: torch.device, experts: int
     ) -> None:
         """experts: of the layer, here or elsewhere, among which rows are divided."""
         self._gate_up, self._down, self.between = gate_up, down, between
@@ -105,11 +105,11 @@ class PromptExperts:
         self._made: Tensor | None = None
 
     @staticmethod
-    def reads(matrices: tuple[Panels, Panels], between: Between) -> bool:
+    def reads(matrices: tuple[Panels, Panels], between: ExpertActivation) -> bool:
         """Whether such experts are multiplied: of aligned sizes."""
         return matrices[0].depth % ALIGNED == 0 and between.width % ALIGNED == 0
 
-    def __call__(self, x: Tensor, keys: Tensor, routing: Routing, parts: Sequence[Part]) -> Tensor:
+    def __call__(self, x: Tensor, keys: Tensor, routing: Routing, parts: Sequence[ExpertGroup]) -> Tensor:
         """The sum over each token's experts, float32 [T, hidden]. x bfloat16 [T, hidden]; keys int32 [T, k]: expert n
         of all parts together has key n; pairs with keys below 0 are left out. routing [T, k]: weights; and ids, where
         there are biases."""
@@ -145,7 +145,7 @@ class PromptExperts:
         whole = (x, keys.contiguous(), *chosen, sums)
         return zip(*(tensor.split(each) for tensor in whole), strict=True)
 
-    def _unpacked(self, part: Part, counts: Tensor, key: int) -> tuple[Tensor, Tensor]:
+    def _unpacked(self, part: ExpertGroup, counts: Tensor, key: int) -> tuple[Tensor, Tensor]:
         """Gate and up [experts, 2 width, hidden], down [experts, hidden, width]."""
         each = self.width * self.hidden
         if self._made is None:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.kernels.gpu.expert_rows import Between
+from tandem.kernels.gpu.expert_rows import ExpertActivation
 from tandem.kernels.gpu.mlp import activated, relu2
 from tandem.kernels.gpu.prompts.order import Order
 from tandem.kernels.ops import Routing
@@ -103,7 +103,7 @@ def gather(x: Tensor, order: Order, ids: Tensor | None, keys: range) -> tuple[Te
     return out, whose
 
 
-def activate(gate_up: Tensor, ends: Tensor, whose: Tensor, between: Between) -> Tensor:
+def activate(gate_up: Tensor, ends: Tensor, whose: Tensor, between: ExpertActivation) -> Tensor:
     """bfloat16 [rows, 2 width], gates first -> their activation, [rows, width], of the first ends[-1] rows. Without
     gates [rows, width] -> [rows, width]. whose int32 [rows]: read where experts have biases."""
     rows, width = gate_up.shape[0], between.rows

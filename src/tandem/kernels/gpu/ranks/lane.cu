@@ -17,11 +17,6 @@ enum Kind { COPY = 0, BF16 = 1, F32 = 2 };
 #define MEMORIES uint4 *m0, uint4 *m1, uint4 *m2, uint4 *m3, uint4 *m4, uint4 *m5, uint4 *m6, uint4 *m7
 #define OF_RANKS {m0, m1, m2, m3, m4, m5, m6, m7}
 
-__device__ u64 nanoseconds() {
-  u64 t;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
-  return t;
-}
 __device__ uint4 read_line(const uint4* p) {
   uint4 v;
   asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
@@ -29,14 +24,6 @@ __device__ uint4 read_line(const uint4* p) {
 }
 __device__ void write_line(uint4* p, uint4 v) {
   asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};" : : "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
-}
-__device__ u32 read_number(const u32* p) {
-  u32 v;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
-__device__ void write_number(u32* p, u32 v) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" : : "l"(p), "r"(v) : "memory");
 }
 
 // Whether to go on waiting for `rank`; looked at now and then. since: 0 at first; reading the clock takes long. `told`
@@ -161,11 +148,11 @@ __device__ void long_message(const uint4* x, uint4* out, uint4* const* memories,
 #pragma unroll
     for (int other = 0; other < kRanks; ++other)
       if (other != kRank && threadIdx.x == other) {
-        write_number((u32*)((char*)memories[other] + numbers_at) + piece + kRank, number);
+        write_word((u32*)((char*)memories[other] + numbers_at) + piece + kRank, number);
         const u32* theirs = (const u32*)((char*)memories[kRank] + numbers_at) + piece + other;
         bool waits = true;
         u64 since = 0;
-        for (u32 polls = 1; waits && read_number(theirs) != number; ++polls)
+        for (u32 polls = 1; waits && read_word(theirs) != number; ++polls)
           if (polls % 64 == 0) waits = goes_on(state, told, other, &since);
         if (!waits) whole = 0;
       }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tandem.kernels.step_rows import Step
+from tandem.kernels.step_rows import StepContext
 from tandem.mechanisms.channel_delta.gpu.channels import keyed, normed
 from tandem.mechanisms.channel_delta.torch import ChannelGates, ChannelWeights
 from tandem.mechanisms.recurrence.gpu.folds import GpuFolds, answered, is_alone
@@ -14,7 +14,7 @@ class GpuChannelFolds(GpuFolds):
     """`ChannelFolds`."""
 
     def corrected(
-        self, mixed: Tensor, gates: ChannelGates, step: Step, memory: Tensor, weights: ChannelWeights
+        self, mixed: Tensor, gates: ChannelGates, step: StepContext, memory: Tensor, weights: ChannelWeights
     ) -> Tensor:
         answers = answered(keyed(mixed, gates, weights), step.batch, memory)
         return normed(answers, gates.behind, step.rows.copied if is_alone(step.batch, answers) else None, weights)

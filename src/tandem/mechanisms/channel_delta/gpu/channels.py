@@ -13,7 +13,7 @@ from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.mechanisms.channel_delta.torch import ChannelGates, ChannelWeights
 from tandem.mechanisms.delta_net.gpu.parts import softplus
 from tandem.mechanisms.delta_net.torch import UNIT_EPS
-from tandem.mechanisms.recurrence.tokens import Tokens
+from tandem.mechanisms.recurrence.tokens import RecurrentTokens
 
 PAIRS = 8  # of a program
 
@@ -63,11 +63,11 @@ def _normed(answers, behind, norm, copied, out, pairs, eps, HEADS: tl.constexpr,
     tl.store(out + n[:, None] * DIM + c[None, :], (y * gate).to(kind), mask)
 
 
-def keyed(mixed: Tensor, gates: ChannelGates, weights: ChannelWeights) -> Tokens:
+def keyed(mixed: Tensor, gates: ChannelGates, weights: ChannelWeights) -> RecurrentTokens:
     """As `channel_tokens`."""
     rows, heads, dim = len(mixed), len(weights.decay), len(weights.norm)
     queries, written, values, decay = mixed.new_empty((4, rows, heads, dim)).unbind()
-    tokens, pairs = Tokens(queries, written, values, decay, mixed.new_empty((rows, heads))), rows * heads
+    tokens, pairs = RecurrentTokens(queries, written, values, decay, mixed.new_empty((rows, heads))), rows * heads
     _keyed[(triton.cdiv(pairs, PAIRS),)](
         mixed.contiguous(), gates.forget.contiguous(), gates.beta, weights.decay, weights.bias, *tokens, pairs,
         gates.beta.stride(0), dim**-0.5, UNIT_EPS, weights.floor, HEADS=heads, DIM=dim, DB=triton.next_power_of_2(dim),

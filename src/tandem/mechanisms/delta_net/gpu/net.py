@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tandem.errors import KernelError
-from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.batch_layout import KernelBatch
 from tandem.mechanisms.delta_net.cost import MAX_DELTA_HEAD
 from tandem.mechanisms.delta_net.gpu.prompt import Chunks, prompt
 from tandem.mechanisms.delta_net.gpu.step import multiplies, step
@@ -16,8 +16,8 @@ from tandem.mechanisms.delta_net.torch import DeltaState, DeltaWeights, Gates, g
 
 
 class GpuDelta:
-    """`Delta` in Triton. Rows that decode are the same in every batch; of prompts, the last bits depend on where chunks
-    of 64 rows begin."""
+    """`DeltaOperator` in Triton. Rows that decode are the same in every batch; of prompts, the last bits depend on
+    where chunks of 64 rows begin."""
 
     def __init__(self, shape: DeltaRule, weights: DeltaWeights) -> None:
         """weights: in the GPU's memory. Raises KernelError where a head is too large."""
@@ -39,9 +39,9 @@ class GpuDelta:
         state = DeltaState(zeros(1, s.conv, s.channels), zeros(1, s.conv, 2 * s.v_heads), memory)
         prompt(s, self._weights, both, no_chunks, 0, state, zeros(2, s.values))
 
-    def __call__(self, projected: Tensor, gates: Gates, batch: BatchLayout, state: DeltaState) -> Tensor:
-        """As `Delta`, with rows of guesses as sequences of their own: neighbours of one slot. The first sequences with
-        one row each are decoded."""
+    def __call__(self, projected: Tensor, gates: Gates, batch: KernelBatch, state: DeltaState) -> Tensor:
+        """As `DeltaOperator`, with rows of guesses as sequences of their own: neighbours of one slot. The first
+        sequences with one row each are decoded."""
         rows, sequences = len(projected), len(batch.seq_lens)
         single = sequences if rows == sequences else batch.single_rows
         out, projected = projected.new_empty((rows, self._shape.values)), projected.contiguous()

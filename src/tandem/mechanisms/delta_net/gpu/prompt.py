@@ -24,14 +24,14 @@ CONV_ROWS, NORM_ROWS = 32, 16
 
 
 class Chunks(NamedTuple):
-    """The part of `BatchLayout` that the kernels read, int32."""
+    """The part of `KernelBatch` that the kernels read, int32."""
 
     query_starts: Tensor  # [S + 1]
     seq_lens: Tensor  # [S]
     slots: Tensor  # [S]
 
 
-class Between(NamedTuple):
+class DeltaIntermediates(NamedTuple):
     """Tensors between the kernels, for all T rows; a row that decodes leaves nothing."""
 
     qk: Tensor  # [T, 2 K, k_dim]
@@ -43,7 +43,7 @@ class Between(NamedTuple):
     read: Tensor  # [T, V, v_dim]
 
     @classmethod
-    def of(cls, shape: DeltaRule, projected: Tensor) -> Between:
+    def of(cls, shape: DeltaRule, projected: Tensor) -> DeltaIntermediates:
         rows, heads = len(projected), shape.v_heads
 
         def empty(*sizes: int, dtype: torch.dtype = projected.dtype) -> Tensor:
@@ -56,7 +56,7 @@ class Between(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class KernelOptions:
     """Arguments of each kernel that do not differ between calls."""
 
     convolve: dict[str, Any]
@@ -67,7 +67,7 @@ class Options:
 
 
 @cache
-def options(shape: DeltaRule, dtype: torch.dtype, device: torch.device) -> Options:
+def options(shape: DeltaRule, dtype: torch.dtype, device: torch.device) -> KernelOptions:
     """For projections of `dtype`."""
 
     def named(*names: str) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def options(shape: DeltaRule, dtype: torch.dtype, device: torch.device) -> Optio
     runs = named("K_HEADS", "GROUP", "K_DIM", "V_DIM", "CONV", "KB", "VB", *_columns("Q", "K", "V"))
     runs |= {"CHANNELS": shape.channels, "PROJECTED": projected}
     columns, precision = min(COLUMNS, constants(shape)["VB"]), "ieee" if exact else "tf32"
-    return Options(
+    return KernelOptions(
         convolve={**runs, "ROWS": CONV_ROWS, "AT_ONCE": SEQUENCES, "num_warps": 4},
         keep={**runs, "num_warps": 1},
         within={
@@ -107,7 +107,7 @@ def prompt(
     """All sequences from `first` on; those before have one row each. rows: projections and gates. Gates are not
     kept: all these rows are sure."""
     (projected, gates), (inputs, _, memory), chosen = rows, state, options(shape, out.dtype, out.device)
-    between = Between.of(shape, projected)
+    between = DeltaIntermediates.of(shape, projected)
     new, sequences = len(projected) - first, len(where.seq_lens)
     others, heads = sequences - first, shape.v_heads
     runs = 2 * shape.k_heads + heads  # of channels

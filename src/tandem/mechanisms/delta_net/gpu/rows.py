@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.batch_layout import KernelBatch
 from tandem.kernels.gpu.nvrtc import available, compiled, cuda_source, launch
 from tandem.kernels.gpu.overlap import can_overlap
 from tandem.mechanisms.delta_net.gpu.parts import constants
@@ -57,7 +57,7 @@ def source(shape: DeltaRule, places: int, hidden: int) -> str:
 
 
 def step(
-    shape: DeltaRule, weights: DeltaWeights, rows: tuple[Tensor, Tensor, Tensor, int], batch: BatchLayout, count: int,
+    shape: DeltaRule, weights: DeltaWeights, rows: tuple[Tensor, Tensor, Tensor, int], batch: KernelBatch, count: int,
     state: DeltaState, out: Tensor,
 ) -> None:  # fmt: skip
     """As `step.step`. rows: projections; gates, or their matrix, x and its length."""

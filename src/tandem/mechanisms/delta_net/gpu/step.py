@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.batch_layout import KernelBatch
 from tandem.kernels.gpu.linear import GpuLinear
 from tandem.kernels.gpu.overlap import let_next_start, overlapped, wait_for_last
 from tandem.mechanisms.delta_net.gpu import rows as rows_in_cuda
@@ -142,7 +142,7 @@ def multiplies(gates: Gates) -> bool:
 
 
 def step(
-    shape: DeltaRule, weights: DeltaWeights, rows: tuple[Tensor, Gates], batch: BatchLayout, count: int,
+    shape: DeltaRule, weights: DeltaWeights, rows: tuple[Tensor, Gates], batch: KernelBatch, count: int,
     state: DeltaState, out: Tensor,
 ) -> None:  # fmt: skip
     """The first `count` sequences, which have one row each. rows: projections and gates, products where it

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.batch_layout import KernelBatch
 from tandem.kernels.gpu.overlap import let_next_start, overlapped, wait_for_last
 from tandem.mechanisms.delta_net.gpu.parts import (
     activated,
@@ -141,7 +141,7 @@ def _verify(projected, gates, conv, decay, dt_bias, norm, starts, lens, slots, f
 
 
 def verify(
-    shape: DeltaRule, weights: DeltaWeights, rows: tuple[Tensor, Tensor], batch: BatchLayout, which: range,
+    shape: DeltaRule, weights: DeltaWeights, rows: tuple[Tensor, Tensor], batch: KernelBatch, which: range,
     state: DeltaState, out: Tensor, *, before: bool = False,
 ) -> None:  # fmt: skip
     """Sequences `which`: rows that decode and rows of guesses, or, with `before`, what chunks of prompts go on from.

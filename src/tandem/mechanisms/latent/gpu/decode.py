@@ -33,7 +33,7 @@ UNALIGNED = ["tables", "lens"]  # may begin anywhere: Triton would compile anew 
 _log = logging.getLogger(__name__)
 
 
-class Tile(NamedTuple):
+class DecodeTile(NamedTuple):
     """heads: rows of a product; keys: of a block; stages: blocks in shared memory."""
 
     heads: int
@@ -48,12 +48,12 @@ class Tile(NamedTuple):
 
 
 # The first that fits. Tiles of 64 heads are wgmma's; their sums are half of the registers.
-MANY_HEADS = (Tile(64, 64, 8, 2), Tile(32, 32, 8, 2), Tile(32, 16, 8, 2))
-SOME_HEADS = (Tile(32, 32, 8, 2), Tile(32, 16, 8, 2))
-FEW_HEADS = (Tile(16, 64, 4, 2), Tile(16, 32, 4, 2), Tile(16, 16, 4, 2))
+MANY_HEADS = (DecodeTile(64, 64, 8, 2), DecodeTile(32, 32, 8, 2), DecodeTile(32, 16, 8, 2))
+SOME_HEADS = (DecodeTile(32, 32, 8, 2), DecodeTile(32, 16, 8, 2))
+FEW_HEADS = (DecodeTile(16, 64, 4, 2), DecodeTile(16, 32, 4, 2), DecodeTile(16, 16, 4, 2))
 
 
-class Pages(NamedTuple):
+class LatentPages(NamedTuple):
     """Whose latents each row reads. tables int32 [rows, P], or [1, P] for all of them; lens int32 [rows]: keys that a
     row sees. Keys that rows have chosen are pages of one token."""
 
@@ -145,10 +145,10 @@ def _merge(partial, stats, lens, out, parts, HEADS: tl.constexpr, RANK: tl.const
     tl.store(out + row * RANK + d, (y / total).to(out.dtype.element_ty), d < RANK)
 
 
-def tile_of(device: torch.device, sizes: LatentSizes) -> Tile:
+def tile_of(device: torch.device, sizes: LatentSizes) -> DecodeTile:
     """The fastest tile for so many heads that fits the GPU; the last one if none does."""
     width = block_of(sizes.rank) + block_of(sizes.rope)
-    tiles: tuple[Tile, ...] = (
+    tiles: tuple[DecodeTile, ...] = (
         MANY_HEADS if sizes.heads > 32 else SOME_HEADS if sizes.heads > 16 else FEW_HEADS
     )
     if has_tensor_memory(device):  # tiles of 64 heads would not fit there
@@ -160,7 +160,7 @@ def block_of(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-def parts_of(sizes: LatentSizes, tile: Tile) -> int:
+def parts_of(sizes: LatentSizes, tile: DecodeTile) -> int:
     """For any number of rows: one row fills half of a large GPU, tiles of few heads all of it."""
     tiles = -(-sizes.heads // tile.heads)
     return max(16, PARTS >> (tiles - 1).bit_length())
@@ -184,7 +184,7 @@ def _processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def decode(x: Tensor, pages: Pages, sizes: LatentSizes, scale: float, parts: int = 0) -> Tensor:
+def decode(x: Tensor, pages: LatentPages, sizes: LatentSizes, scale: float, parts: int = 0) -> Tensor:
     """x [T, H, width], absorbed and turned -> what each head sees, [T, H, rank]. scale > 0. parts: of a row's keys, 0:
     as many as suit so many rows."""
     tile = tile_of(x.device, sizes)
@@ -197,13 +197,13 @@ def decode(x: Tensor, pages: Pages, sizes: LatentSizes, scale: float, parts: int
         some = slice(first, first + each)
         tables = pages.tables if len(pages.tables) == 1 else pages.tables[some]
         _some_rows(
-            x[some], Pages(pages.latents, tables, pages.lens[some]), sizes, scale, (tile, parts), out[some]
+            x[some], LatentPages(pages.latents, tables, pages.lens[some]), sizes, scale, (tile, parts), out[some]
         )
     return out
 
 
 def _some_rows(
-    x: Tensor, pages: Pages, sizes: LatentSizes, scale: float, shape: tuple[Tile, int], out: Tensor
+    x: Tensor, pages: LatentPages, sizes: LatentSizes, scale: float, shape: tuple[DecodeTile, int], out: Tensor
 ) -> None:
     tile, parts = shape
     heads, rank, rows = sizes.heads, sizes.rank, len(x)

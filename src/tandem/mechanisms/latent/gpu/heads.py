@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.kernels.batch_layout import BatchLayout
-from tandem.kernels.chosen import Chosen
+from tandem.kernels.batch_layout import KernelBatch
+from tandem.kernels.chosen import SelectedKeys
 from tandem.mechanisms.latent.absorbed import LatentSizes, LatentWeights
-from tandem.mechanisms.latent.gpu.decode import Pages, decode, hopper_kernel, parts_of, tile_of
+from tandem.mechanisms.latent.gpu.decode import LatentPages, decode, hopper_kernel, parts_of, tile_of
 from tandem.mechanisms.latent.gpu.per_head import per_head
-from tandem.mechanisms.latent.gpu.prompt import Chunk, Prompts
+from tandem.mechanisms.latent.gpu.prompt import LatentChunk, Prompts
 from tandem.mechanisms.latent.gpu.turn import NewKeys, turn
 
 FEW_ROWS = 64  # of a chunk: making its keys and values anew would take longer
@@ -47,7 +47,7 @@ class GpuLatentHeads:
         hopper_kernel(device, sizes)  # tried before a graph is captured
 
     def __call__(
-        self, q: Tensor, kv: Tensor, batch: BatchLayout, pages: Tensor, chosen: Chosen | None = None
+        self, q: Tensor, kv: Tensor, batch: KernelBatch, pages: Tensor, chosen: SelectedKeys | None = None
     ) -> Tensor:
         s, rows, sequences = self._sizes, len(q), len(batch.seq_lens)
         q, kv = q.view(rows, s.heads, s.nope + s.rope), kv.contiguous()
@@ -55,7 +55,7 @@ class GpuLatentHeads:
         single = sequences if rows == sequences else batch.single_rows
         new = NewKeys(kv, pages, batch.cache_slots)
         x = turn(q[:single], batch.positions, s, self._weights, new)
-        key_pages = Pages(pages, batch.block_tables, batch.seq_lens)
+        key_pages = LatentPages(pages, batch.block_tables, batch.seq_lens)
         if chosen is not None:
             key_pages = _chosen_pages(pages, chosen, slice(0, single))
         self._ask(q[:single], x, key_pages, out[:single])
@@ -67,7 +67,7 @@ class GpuLatentHeads:
                 self._many_rows(q, batch, pages, chunk, out, chosen)
         return out
 
-    def _ask(self, q: Tensor, x: Tensor, pages: Pages, out: Tensor, parts: int = 0) -> None:
+    def _ask(self, q: Tensor, x: Tensor, pages: LatentPages, out: Tensor, parts: int = 0) -> None:
         """In absorbed form: q [t, H, nope + rope], x as `turn` makes it, to out [t, H * value]; parts: of `decode`."""
         s, w = self._sizes, self._weights
         if len(q):
@@ -81,11 +81,11 @@ class GpuLatentHeads:
     def _few_rows(
         self,
         q: Tensor,
-        batch: BatchLayout,
+        batch: KernelBatch,
         pages: Tensor,
-        chunks: list[Chunk],
+        chunks: list[LatentChunk],
         out: Tensor,
-        chosen: Chosen | None,
+        chosen: SelectedKeys | None,
     ) -> None:
         """Chunks of neighbours: each row asks all keys up to its own, or those chosen, as if it decoded."""
         rows = slice(chunks[0].first, chunks[-1].first + chunks[-1].rows)
@@ -96,11 +96,11 @@ class GpuLatentHeads:
             owners = torch.tensor([chunk.sequence for chunk in chunks for _ in range(chunk.rows)]).to(
                 q.device
             )
-            key_pages = Pages(pages, batch.block_tables[owners], (positions + 1).int())
+            key_pages = LatentPages(pages, batch.block_tables[owners], (positions + 1).int())
         self._ask(q[rows], turn(q[rows], positions, self._sizes, self._weights), key_pages, out[rows])
 
     def _many_rows(
-        self, q: Tensor, batch: BatchLayout, pages: Tensor, chunk: Chunk, out: Tensor, chosen: Chosen | None
+        self, q: Tensor, batch: KernelBatch, pages: Tensor, chunk: LatentChunk, out: Tensor, chosen: SelectedKeys | None
     ) -> None:
         """Rows that see all tokens before them, then those that ask their chosen ones."""
         full_rows = chunk.rows
@@ -117,17 +117,17 @@ class GpuLatentHeads:
             self._ask(q[rows], x, _chosen_pages(pages, chosen, rows), out[rows], parts=1)
 
 
-def _chosen_pages(pages: Tensor, chosen: Chosen, rows: slice) -> Pages:
-    return Pages(pages.view(-1, 1, 1, pages.shape[3]), chosen.rows[rows], chosen.counts[rows])
+def _chosen_pages(pages: Tensor, chosen: SelectedKeys, rows: slice) -> LatentPages:
+    return LatentPages(pages.view(-1, 1, 1, pages.shape[3]), chosen.rows[rows], chosen.counts[rows])
 
 
-def _by_length(chunks: list[Chunk]) -> Iterator[tuple[bool, list[Chunk]]]:
+def _by_length(chunks: list[LatentChunk]) -> Iterator[tuple[bool, list[LatentChunk]]]:
     """Neighbours of few rows, or of many, together."""
     for few, some in groupby(chunks, lambda chunk: chunk.rows <= FEW_ROWS):
         yield few, list(some)
 
 
-class Known(NamedTuple):
+class CachedLatents(NamedTuple):
     """starts: first rows; ends: lengths of sequences with them."""
 
     lens: weakref.ref[Tensor]
@@ -135,19 +135,19 @@ class Known(NamedTuple):
     ends: list[int]
 
 
-_known: Known | None = None
+_known: CachedLatents | None = None
 
 
-def lengths_of(batch: BatchLayout) -> Known:
+def lengths_of(batch: KernelBatch) -> CachedLatents:
     """A step's first layer waits for the GPU to say how long sequences are."""
     global _known
     if _known is None or _known.lens() is not batch.seq_lens:
-        _known = Known(weakref.ref(batch.seq_lens), batch.query_starts.tolist(), batch.seq_lens.tolist())
+        _known = CachedLatents(weakref.ref(batch.seq_lens), batch.query_starts.tolist(), batch.seq_lens.tolist())
     return _known
 
 
-def chunks_of(batch: BatchLayout, first: int) -> list[Chunk]:
+def chunks_of(batch: KernelBatch, first: int) -> list[LatentChunk]:
     """Sequences from `first` on."""
     _, starts, ends = lengths_of(batch)
     each = ((s, starts[s], starts[s + 1] - starts[s]) for s in range(first, len(ends)))
-    return [Chunk(s, row, rows, ends[s] - rows) for s, row, rows in each if rows]
+    return [LatentChunk(s, row, rows, ends[s] - rows) for s, row, rows in each if rows]

@@ -29,7 +29,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, float, bool, LatentSizes], tuple[Tens
 """As `prompt_kernels.attended`."""
 
 
-class Chunk(NamedTuple):
+class LatentChunk(NamedTuple):
     """Rows of one sequence: `rows` of the step's from row `first` on, after `before` tokens that are cached."""
 
     sequence: int
@@ -101,7 +101,7 @@ class Prompts:
         self._attend = attention_for(sizes, up.device)
 
     def __call__(
-        self, q: Tensor, positions: Tensor, pages: tuple[Tensor, Tensor], chunk: Chunk, out: Tensor
+        self, q: Tensor, positions: Tensor, pages: tuple[Tensor, Tensor], chunk: LatentChunk, out: Tensor
     ) -> None:
         """q [T, H, nope + rope] of a step, before the rotation, to rows of out [T, H * value]; positions [T]; pages:
         latents, which hold the chunk's own already, and the tables of all sequences."""

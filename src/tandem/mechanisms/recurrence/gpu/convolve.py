@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tandem.kernels.gpu.attention_prefill import SEQUENCES, sequence_of
 from tandem.kernels.gpu.overlap import begin, overlapped
-from tandem.kernels.step_rows import Step
+from tandem.kernels.step_rows import StepContext
 from tandem.mechanisms.recurrence.torch import Taps
 
 ROWS, COLUMNS, CHANNELS_AT_ONCE = 32, 64, 256  # of a prompt's program; of a row's
@@ -107,7 +107,7 @@ def _prompt_kept(rows, ring, starts, lens, slots, first, stride, ring_stride, CH
     tl.store(ring_at + place * CHANNELS + c, x.to(ring.dtype.element_ty), mask)
 
 
-def convolve(rows: Tensor, step: Step, ring: Tensor, taps: Taps, out: Tensor, *, gated: bool) -> None:
+def convolve(rows: Tensor, step: StepContext, ring: Tensor, taps: Taps, out: Tensor, *, gated: bool) -> None:
     """rows [T, C], or [T, 3 C] gated: as `Folds.convolved` and `Folds.gated`; the columns lie side by side. ring: its
     rows do, too. Of sequences that follow each other in one slot, a run is no longer than the ring has places beyond
     the taps."""

@@ -17,19 +17,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.batch_layout import KernelBatch
 from tandem.kernels.gpu.attention_prefill import SEQUENCES, sequence_of
 from tandem.mechanisms.channel_delta.shape import CORRECT_CHUNK
 from tandem.mechanisms.delta_net.gpu.chunk import inverse
 from tandem.mechanisms.recurrence.gpu.faded import SMALL, across_blocks, number_of, within_blocks
-from tandem.mechanisms.recurrence.tokens import Tokens
+from tandem.mechanisms.recurrence.tokens import RecurrentTokens
 
 CHUNK = CORRECT_CHUNK
 PRECISION = "tf32x3"
 SOLVE_COLUMNS, CARRY_COLUMNS, READ_COLUMNS = 128, 32, 32  # of values, in a program at a time
 
 
-class Between(NamedTuple):
+class ChunkIntermediates(NamedTuple):
     """Tensors between the kernels, float32. Rows that are no chunk's are not written."""
 
     alike: Tensor  # [T, H, CHUNK]
@@ -44,7 +44,7 @@ class Between(NamedTuple):
     before: Tensor  # [chunks, H, K, V]: the memory before each
 
     @classmethod
-    def of(cls, tokens: Tokens, sequences: int) -> Between:
+    def of(cls, tokens: RecurrentTokens, sequences: int) -> ChunkIntermediates:
         (rows, heads, width), keys = tokens.values.shape, tokens.asked.shape[2]
         chunks, empty = rows // CHUNK + sequences, tokens.values.new_empty
         alike, query_pairs = empty((2, rows, heads, CHUNK)).unbind()
@@ -129,12 +129,12 @@ def _read(asks, query_pairs, learnt, before, out, starts, first, sequences, HEAD
     tl.store(out + at, y, mask_v)
 
 
-def correct(tokens: Tokens, batch: BatchLayout, first: int, memory: Tensor, out: Tensor) -> None:
+def correct(tokens: RecurrentTokens, batch: KernelBatch, first: int, memory: Tensor, out: Tensor) -> None:
     """All sequences from `first` on; those before have one row each. tokens: contiguous, with beta."""
     queries, written, values, decay, beta = tokens
     (rows, heads, width), (groups, keys) = values.shape, queries.shape[1:]
     sequences, others = len(batch.seq_lens), len(batch.seq_lens) - first
-    b, chunks, starts = Between.of(tokens, others), (rows - first) // CHUNK + others, batch.query_starts
+    b, chunks, starts = ChunkIntermediates.of(tokens, others), (rows - first) // CHUNK + others, batch.query_starts
     span, blocks = (starts, first, sequences), (chunks, heads, CHUNK // SMALL)
     sizes = {"HEADS": heads, "KEYS": keys, "KB": _tile(keys), "CHUNK": CHUNK}
     each, exact = {**sizes, "AT_ONCE": SEQUENCES}, {"PRECISION": PRECISION, "num_stages": 1}

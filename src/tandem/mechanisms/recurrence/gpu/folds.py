@@ -9,13 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.batch_layout import KernelBatch
 from tandem.kernels.gpu.overlap import begin, overlapped
-from tandem.kernels.step_rows import Step
+from tandem.kernels.step_rows import StepContext
 from tandem.mechanisms.recurrence.gpu.convolve import convolve
 from tandem.mechanisms.recurrence.gpu.correct import correct
 from tandem.mechanisms.recurrence.gpu.scan import MOST_KEYS, scan
-from tandem.mechanisms.recurrence.tokens import Tokens
+from tandem.mechanisms.recurrence.tokens import RecurrentTokens
 from tandem.mechanisms.recurrence.torch import Taps
 
 COLUMNS = 32  # of a memory that a program holds
@@ -57,29 +57,29 @@ def _fold(queries, written, values, decay, beta, out, memory, starts, lens, slot
 class GpuFolds:
     """The last bits of a prompt's rows depend on where its chunks begin."""
 
-    def convolved(self, new: Tensor, step: Step, ring: Tensor, taps: Taps) -> Tensor:
+    def convolved(self, new: Tensor, step: StepContext, ring: Tensor, taps: Taps) -> Tensor:
         out = torch.empty(new.shape, dtype=torch.float32, device=new.device)
         convolve(new, step, ring, taps, out, gated=False)
         return out
 
-    def gated(self, projected: Tensor, step: Step, ring: Tensor, taps: Taps) -> Tensor:
+    def gated(self, projected: Tensor, step: StepContext, ring: Tensor, taps: Taps) -> Tensor:
         out = projected.new_empty((len(projected), taps.rows.shape[1]))
         convolve(projected, step, ring, taps, out, gated=True)
         return out
 
-    def folded(self, tokens: Tokens, step: Step, memory: Tensor) -> Tensor:
+    def folded(self, tokens: RecurrentTokens, step: StepContext, memory: Tensor) -> Tensor:
         beta = None if tokens.beta is None else tokens.beta.contiguous()
         queries, written, values, decay = (part.contiguous() for part in tokens[:4])
-        out = answered(Tokens(queries, written, values, decay, beta), step.batch, memory)
+        out = answered(RecurrentTokens(queries, written, values, decay, beta), step.batch, memory)
         # A copy must give what its row gives: it writes keys and values to the same places.
         return out.index_select(0, step.rows.copied) if is_alone(step.batch, out) else out
 
 
-def is_alone(batch: BatchLayout, rows: Tensor) -> bool:
+def is_alone(batch: KernelBatch, rows: Tensor) -> bool:
     return len(batch.seq_lens) == len(rows)
 
 
-def answered(tokens: Tokens, batch: BatchLayout, memory: Tensor) -> Tensor:
+def answered(tokens: RecurrentTokens, batch: KernelBatch, memory: Tensor) -> Tensor:
     """tokens: contiguous. What each row's memory answers, copies of rows for themselves."""
     out = torch.empty_like(tokens.values)
     in_chunks = None if is_alone(batch, out) else way_of(tokens)
@@ -91,7 +91,7 @@ def answered(tokens: Tokens, batch: BatchLayout, memory: Tensor) -> Tensor:
     return out
 
 
-def way_of(tokens: Tokens) -> Callable[[Tokens, BatchLayout, int, Tensor, Tensor], None] | None:
+def way_of(tokens: RecurrentTokens) -> Callable[[RecurrentTokens, KernelBatch, int, Tensor, Tensor], None] | None:
     """How prompts' rows go in chunks, all sequences from one on; None: there is no code for it."""
     if tokens.asked.shape[2] > MOST_KEYS:
         return None
@@ -100,7 +100,7 @@ def way_of(tokens: Tokens) -> Callable[[Tokens, BatchLayout, int, Tensor, Tensor
     return scan if tokens.decay.shape[2] == 1 else None
 
 
-def _row_by_row(tokens: Tokens, batch: BatchLayout, sequences: int, memory: Tensor, out: Tensor) -> None:
+def _row_by_row(tokens: RecurrentTokens, batch: KernelBatch, sequences: int, memory: Tensor, out: Tensor) -> None:
     """The first `sequences`."""
     queries, written, values, decay, beta = tokens
     (heads, width), (groups, keys) = values.shape[1:], queries.shape[1:]

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.batch_layout import KernelBatch
 from tandem.kernels.gpu.attention_prefill import SEQUENCES, sequence_of
-from tandem.mechanisms.recurrence.tokens import Tokens
+from tandem.mechanisms.recurrence.tokens import RecurrentTokens
 from tandem.mechanisms.state_space.shape import SCAN_CHUNK
 
 CHUNK = SCAN_CHUNK
@@ -77,7 +77,7 @@ def _scan(queries, written, values, decay, pairs, out, memory, starts, lens, slo
     tl.store(at, state, inner)
 
 
-def scan(tokens: Tokens, batch: BatchLayout, first: int, memory: Tensor, out: Tensor) -> None:
+def scan(tokens: RecurrentTokens, batch: KernelBatch, first: int, memory: Tensor, out: Tensor) -> None:
     """All sequences from `first` on; those before have one row each. tokens: contiguous."""
     queries, written, values, decay, _ = tokens
     (rows, heads, width), (groups, keys) = values.shape, queries.shape[1:]

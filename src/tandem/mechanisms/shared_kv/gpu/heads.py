@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.kernels.chosen import Chosen
+from tandem.kernels.chosen import SelectedKeys
 from tandem.kernels.gpu.one_row import one_row
 from tandem.kernels.step_rows import StepRows
 from tandem.mechanisms.shared_kv.gpu.attend import EntriesSeen, attend
@@ -18,7 +18,7 @@ from tandem.mechanisms.shared_kv.torch import Projected, SharedKvHeads, plain_at
 from tandem.mechanisms.shared_kv.weights import SharedKvWeights
 from tandem.mechanisms.token_index.cost import SCORE_BYTES
 from tandem.mechanisms.token_index.gpu.best import keep_best
-from tandem.mechanisms.token_index.gpu.scores import Keys, token_scores
+from tandem.mechanisms.token_index.gpu.scores import ScoredKeys, token_scores
 
 
 class GpuSharedKvHeads(SharedKvHeads):
@@ -41,7 +41,7 @@ class GpuSharedKvHeads(SharedKvHeads):
         entries = None
         if pool is not None and input_ring is not None:
             close(rows, shape, pool, weights, input_ring, pages, entered.arrived)
-            entries = _entries_seen(_Asked(entered.q, entered.weights), rows, pool, pages)
+            entries = _entries_seen(_IndexQuery(entered.q, entered.weights), rows, pool, pages)
         return attend(p.q, rows, shape, weights, ring, entries)
 
     def _prompt(self, p: Projected, rows: StepRows, ring: Tensor, pooled: tuple[Tensor, ...]) -> Tensor:
@@ -66,17 +66,17 @@ class GpuSharedKvHeads(SharedKvHeads):
         if p.index_q is None or p.index_weights is None or pool.index is None:
             return _entries_seen(None, rows, pool, pages)
         turn_rows(p.index_q.view(len(p.index_q), pool.index.heads, pool.index.dim), rows, self.weights)
-        return _entries_seen(_Asked(p.index_q, p.index_weights.float().contiguous()), rows, pool, pages)
+        return _entries_seen(_IndexQuery(p.index_q, p.index_weights.float().contiguous()), rows, pool, pages)
 
 
-class _Asked(NamedTuple):
+class _IndexQuery(NamedTuple):
     """Query of an index: turned queries [T, Hi * Di], and weights of heads, float32 [T, Hi]."""
 
     q: Tensor
     weights: Tensor
 
 
-def _entries_seen(query: _Asked | None, rows: StepRows, pool: Pool, pages: tuple[Tensor, ...]) -> EntriesSeen:
+def _entries_seen(query: _IndexQuery | None, rows: StepRows, pool: Pool, pages: tuple[Tensor, ...]) -> EntriesSeen:
     """query: where there is an index."""
     width = rows.tables.shape[1] * pages[0].shape[1]
     if query is None or pool.index is None or width <= pool.index.budget:
@@ -85,14 +85,14 @@ def _entries_seen(query: _Asked | None, rows: StepRows, pool: Pool, pages: tuple
     return EntriesSeen(pages[0], chosen, pool.index.budget, pool.stride)
 
 
-def _chosen(query: _Asked, rows: StepRows, index: EntryIndex, stride: int, pages: Tensor) -> Tensor:
+def _chosen(query: _IndexQuery, rows: StepRows, index: EntryIndex, stride: int, pages: Tensor) -> Tensor:
     """int32 [T, budget]: rows of the flattened pages, in their order, of which as many count as a row sees."""
     count = len(query.q)
     last = rows.once(("last entry", stride), lambda: (rows.positions + 1) // stride - 1)
     tables = rows.once("int32 tables", rows.tables.int)
     owners = None if rows.alone else rows.once("int32 sequences", rows.sequence.int)
-    keys = Keys(pages, tables, last, owners)
-    chosen = Chosen(
+    keys = ScoredKeys(pages, tables, last, owners)
+    chosen = SelectedKeys(
         query.q.new_empty((count, index.budget), dtype=torch.int32),
         query.q.new_empty(count, dtype=torch.int32),
     )

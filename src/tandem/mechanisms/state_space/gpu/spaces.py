@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.mechanisms.delta_net.gpu.parts import silu, softplus
-from tandem.mechanisms.recurrence.tokens import Tokens
+from tandem.mechanisms.recurrence.tokens import RecurrentTokens
 from tandem.mechanisms.state_space.torch import SpaceInputs, SpaceWeights
 
 PAIRS = 8  # of a row and a head, in a program
@@ -53,13 +53,13 @@ def _left(answers, mixed, gate, through, norm, copied, out, gate_stride, mixed_s
     tl.store(out + to * INNER + c, y.to(out.dtype.element_ty), inside)
 
 
-def stepped(given: SpaceInputs, weights: SpaceWeights) -> Tokens:
+def stepped(given: SpaceInputs, weights: SpaceWeights) -> RecurrentTokens:
     """As `space_tokens`."""
     mixed, (rows, channels), heads, inner = given.mixed, given.mixed.shape, len(weights.decay), len(weights.norm)
     keys, width, pairs = (channels - inner) // 2 // weights.groups, inner // heads, rows * heads
     empty = mixed.new_empty
     queries, written = empty((2, rows, weights.groups, keys)).unbind()
-    tokens = Tokens(queries, written, empty((rows, heads, width)), empty((rows, heads, 1)))
+    tokens = RecurrentTokens(queries, written, empty((rows, heads, width)), empty((rows, heads, 1)))
     _stepped[(triton.cdiv(pairs, PAIRS),)](
         mixed, given.steps, weights.decay, weights.bias, *tokens[:4], pairs, given.steps.stride(0), HEADS=heads,
         GROUP=heads // weights.groups, KEYS=keys, VALUES=width, KB=triton.next_power_of_2(keys),

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.kernels.chosen import Chosen
+from tandem.kernels.chosen import SelectedKeys
 from tandem.kernels.gpu.overlap import begin, overlapped
-from tandem.mechanisms.token_index.gpu.scores import Keys
+from tandem.mechanisms.token_index.gpu.scores import ScoredKeys
 
 SHRINK = 4  # a piece is so many times as long as what is kept of it
 LARGEST_PIECE = 8192  # 32 scores in the registers of each thread
@@ -111,7 +111,7 @@ def lengths(width: int, budget: int) -> list[int]:
     return sizes
 
 
-def keep_best(scores: Tensor, keys: Keys, rows: range, chosen: Chosen) -> None:
+def keep_best(scores: Tensor, keys: ScoredKeys, rows: range, chosen: SelectedKeys) -> None:
     """Rows `rows` of `chosen`, by scores float32 [len(rows), width]."""
     budget = chosen.rows.shape[1]
     lists, sizes = Lists(scores, None), lengths(keys.width, budget)
@@ -123,7 +123,7 @@ def keep_best(scores: Tensor, keys: Keys, rows: range, chosen: Chosen) -> None:
     _level(lists, None, keys, rows, chosen, len(sizes) - 1)
 
 
-def _level(lists: Lists, best: Lists | None, keys: Keys, rows: range, chosen: Chosen, level: int) -> None:
+def _level(lists: Lists, best: Lists | None, keys: ScoredKeys, rows: range, chosen: SelectedKeys, level: int) -> None:
     """best: None for the last time."""
     budget, width = chosen.rows.shape[1], lists.scores.shape[1]
     piece, owners = piece_of(budget), keys.owners if best is None else None

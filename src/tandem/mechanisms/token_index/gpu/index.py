@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tandem.kernels.batch_layout import BatchLayout
-from tandem.kernels.chosen import Chosen
+from tandem.kernels.batch_layout import KernelBatch
+from tandem.kernels.chosen import SelectedKeys
 from tandem.mechanisms.latent.gpu.heads import lengths_of
 from tandem.mechanisms.token_index.cost import SCORE_BYTES
 from tandem.mechanisms.token_index.gpu.best import keep_best
-from tandem.mechanisms.token_index.gpu.scores import Keys, token_scores
-from tandem.mechanisms.token_index.gpu.turn import Places, turn_index
+from tandem.mechanisms.token_index.gpu.scores import ScoredKeys, token_scores
+from tandem.mechanisms.token_index.gpu.turn import TurnPlaces, turn_index
 from tandem.mechanisms.token_index.shape import Index
 from tandem.mechanisms.token_index.torch import IndexWeights
 
@@ -22,27 +22,27 @@ class GpuTokenIndex:
     def __init__(self, shape: Index, weights: IndexWeights) -> None:
         self._shape, self._weights = shape, weights
 
-    def __call__(self, q: Tensor, k: Tensor, gates: Tensor, batch: BatchLayout, pages: Tensor) -> Chosen | None:
-        places = Places(batch.positions, batch.cache_slots)
+    def __call__(self, q: Tensor, k: Tensor, gates: Tensor, batch: KernelBatch, pages: Tensor) -> SelectedKeys | None:
+        places = TurnPlaces(batch.positions, batch.cache_slots)
         turned = turn_index(q, k, pages, places, self._shape, self._weights)
         if not self._binds(batch, len(q), pages.shape[1]):
             return None
         budget = self._shape.budget
-        chosen = Chosen(
+        chosen = SelectedKeys(
             q.new_empty((len(q), budget), dtype=torch.int32), q.new_empty((len(q),), dtype=torch.int32)
         )
-        keys = Keys(pages, batch.block_tables, batch.positions, _owners(batch, len(q)))
+        keys = ScoredKeys(pages, batch.block_tables, batch.positions, _owners(batch, len(q)))
         each = max(1, SCORE_BYTES // (4 * keys.width))
         for first in range(0, len(q), each):
             self._choose(turned, gates, keys, range(first, min(first + each, len(q))), chosen)
         return chosen
 
-    def _choose(self, q: Tensor, gates: Tensor, keys: Keys, rows: range, chosen: Chosen) -> None:
+    def _choose(self, q: Tensor, gates: Tensor, keys: ScoredKeys, rows: range, chosen: SelectedKeys) -> None:
         scores = gates.new_empty((len(rows), keys.width))
         token_scores(q, gates, keys, rows, self._shape, scores)
         keep_best(scores, keys, rows, chosen)
 
-    def _binds(self, batch: BatchLayout, rows: int, page: int) -> bool:
+    def _binds(self, batch: KernelBatch, rows: int, page: int) -> bool:
         """Whether any row may see more tokens than it chooses. Rows that decode may be in a graph, which is replayed
         for longer sequences: as many as their tables have room for."""
         if batch.block_tables.shape[1] * page <= self._shape.budget:
@@ -50,7 +50,7 @@ class GpuTokenIndex:
         return rows == len(batch.seq_lens) or max(lengths_of(batch).ends) > self._shape.budget
 
 
-def _owners(batch: BatchLayout, rows: int) -> Tensor | None:
+def _owners(batch: KernelBatch, rows: int) -> Tensor | None:
     """The sequence of each row, int32 [T]; None: each its own."""
     if rows == len(batch.seq_lens):
         return None

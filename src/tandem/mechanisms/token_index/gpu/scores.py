@@ -32,7 +32,7 @@ class Scoring(Protocol):
     def budget(self) -> int: ...
 
 
-class Keys(NamedTuple):
+class ScoredKeys(NamedTuple):
     """Whose tokens each row sees: all up to positions int64 [T], in pages tables int32 [S, P] of its sequence, which is
     owners int32 [T]; None: row t is sequence t."""
 
@@ -74,7 +74,7 @@ def _token_scores(q, gates, keys, tables, positions, owners, out, first, table_w
         tl.store(row + j, tl.sum(tl.maximum(products, 0.0) * gate[None, :], 1), j < n)
 
 
-def token_scores(q: Tensor, gates: Tensor, keys: Keys, rows: range, shape: Scoring, out: Tensor) -> None:
+def token_scores(q: Tensor, gates: Tensor, keys: ScoredKeys, rows: range, shape: Scoring, out: Tensor) -> None:
     """q [T, heads * dim], turned, and gates float32 [T, heads], of which rows `rows` → out float32 [rows, width]."""
     blocks = triton.cdiv(keys.width, KEYS)
     parts = max(1, min(blocks, PROGRAMS // max(1, len(rows))))

@@ -15,7 +15,7 @@ from tandem.mechanisms.token_index.torch import IndexWeights
 ROWS = 4  # of a program
 
 
-class Places(NamedTuple):
+class TurnPlaces(NamedTuple):
     """positions int64 [T], and rows of the cache that keys go to, int64 [T]."""
 
     positions: Tensor
@@ -76,7 +76,7 @@ def _turn_index(q, k, pages, out, weight, bias, positions, slots, cos, sin, eps,
         tl.store(out + at + d, _turned(a, b, cos, sin, angle, d, inside, kind, HALF), inside)
 
 
-def turn_index(q: Tensor, k: Tensor, pages: Tensor, places: Places, shape: Index, weights: IndexWeights) -> Tensor:
+def turn_index(q: Tensor, k: Tensor, pages: Tensor, places: TurnPlaces, shape: Index, weights: IndexWeights) -> Tensor:
     """q [T, heads * dim], turned; the keys of k [T, dim] go into the pages. Pairs of neighbours become halves."""
     rows, out = len(q), q.new_empty(q.shape)
     _turn_index[(shape.heads + 1, triton.cdiv(rows, ROWS))](

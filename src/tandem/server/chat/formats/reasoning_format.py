@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tandem.engine.text.reasoning_format import ReasoningFormat, reasoning_formats
 from tandem.errors import ConfigError
 from tandem.server.chat.formats.tool_format import NONE, unknown
+from tandem.text.reasoning_format import ReasoningFormat, reasoning_formats
 
 
 def reasoning_format(name: str) -> ReasoningFormat | None:

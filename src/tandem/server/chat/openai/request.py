@@ -8,8 +8,8 @@ from dataclasses import replace
 from tandem.errors import RequestError
 from tandem.server.chat.attachments import (
     Attachment,
+    ImageSource,
     Sight,
-    Source,
     file_text,
     is_attachment,
     joined,
@@ -218,13 +218,13 @@ def _part(part: ContentPart, where: str, sight: Sight) -> tuple[Content, bool]:
     return Attachment(part.type, name, content, image=source, image_field=field).shown(where, sight), True
 
 
-def _image(part: ContentPart) -> tuple[Source | None, str]:
+def _image(part: ContentPart) -> tuple[ImageSource | None, str]:
     """An image's source, and its field."""
     if part.type in ("image_url", "input_image"):
         source, field = part.image_url, ".image_url"
         if isinstance(source, dict):
-            return Source(source.get("url"), source.get("detail")), f"{field}.url"
-        return Source(source, part.detail), field
+            return ImageSource(source.get("url"), source.get("detail")), f"{field}.url"
+        return ImageSource(source, part.detail), field
     if part.type == "image":
-        return Source(part.image or part.url, part.detail, bare=True), ".image"
+        return ImageSource(part.image or part.url, part.detail, bare=True), ".image"
     return None, ""

@@ -9,7 +9,8 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from tandem.server.limits import MAX_MESSAGES, MAX_TOOLS
-from tandem.server.openai_schema import ChatLogprobs, Int64, SamplingBody, TopLogprobs, Usage
+from tandem.server.openai_schema import ChatLogprobs, SamplingBody, TopLogprobs, Usage
+from tandem.server.sampling_bodies import Int64
 
 ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
 

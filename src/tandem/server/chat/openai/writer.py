@@ -34,7 +34,7 @@ from tandem.server.chat.openai.schema import (
 )
 from tandem.server.chat.settled import ChatAnswer, whole_answer
 from tandem.server.errors import ApiError
-from tandem.server.generation import DONE, Answer, TokenCount, comment, frame, openai_failure, usage_of
+from tandem.server.generation import DONE, PartialAnswer, TokenCount, comment, frame, openai_failure, usage_of
 from tandem.server.logprobs import chat_logprobs
 from tandem.server.openai_sampling import wants_all_usage, wants_usage
 from tandem.server.openai_schema import CompletionTokensDetails, Usage
@@ -60,7 +60,7 @@ class ChatWriter:
         self._all_usage = wants_all_usage(body.stream_options)
         self._count = TokenCount()
         self._answers: dict[int, OneAnswer] = {}
-        self._taken: dict[int, Answer] = {}
+        self._taken: dict[int, PartialAnswer] = {}
         self._events: dict[int, list[ChatEvent]] = {}
         self._encoder = msgspec.json.Encoder()
 
@@ -80,7 +80,7 @@ class ChatWriter:
 
     def take(self, outputs: list[TokenOutput]) -> None:
         for output in outputs:
-            self._taken.setdefault(output.index, Answer()).add(output)
+            self._taken.setdefault(output.index, PartialAnswer()).add(output)
             self._events.setdefault(output.index, []).extend(self._answer(output.index).events(output))
 
     def whole(self) -> ChatCompletion:
@@ -89,7 +89,7 @@ class ChatWriter:
         usage = self._detailed(usage_of([answers]))
         return ChatCompletion(**self._head, choices=choices, usage=usage, prompt_token_ids=self._prompt_ids)
 
-    def _choice(self, index: int, answer: Answer) -> ChatChoice:
+    def _choice(self, index: int, answer: PartialAnswer) -> ChatChoice:
         logprobs = chat_logprobs(self._tokenizer, answer.logprobs) if self._with_logprobs else None
         whole = whole_answer(self._events[index])
         ids = answer.token_ids if self._with_ids else UNSET

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from tandem.engine.text.reasoning_format import ReasoningFormat
 from tandem.server.chat.events import CallOutcome
 from tandem.server.chat.formats.tool_format import ToolFormat
 from tandem.server.chat.reading.calls import CallWriter
 from tandem.server.chat.reading.json_calls import read_name_then_json, read_named_json
 from tandem.server.chat.reading.other_calls import read_pairs, read_python_calls
 from tandem.server.chat.reading.parameter_calls import read_parameters
-from tandem.server.chat.reading.said import Said
-from tandem.server.chat.reading.source import Reading, Source
+from tandem.server.chat.reading.said import ShownText
+from tandem.server.chat.reading.source import AnswerSource, Reading
+from tandem.text.reasoning_format import ReasoningFormat
 
 
 class AnswerReader:
@@ -18,8 +18,8 @@ class AnswerReader:
 
     def __init__(
         self,
-        source: Source,
-        sink: Said,
+        source: AnswerSource,
+        sink: ShownText,
         call: CallWriter,
         tools: ToolFormat | None,
         reasoning: ReasoningFormat | None,

@@ -7,8 +7,8 @@ import re
 from tandem.server.chat.formats.tool_format import Channels
 from tandem.server.chat.reading.calls import CallWriter
 from tandem.server.chat.reading.json_text import read_json
-from tandem.server.chat.reading.said import Said
-from tandem.server.chat.reading.source import Reading, Source
+from tandem.server.chat.reading.said import ShownText
+from tandem.server.chat.reading.source import AnswerSource, Reading
 
 _MAX_HEADER = 512  # characters between two markers
 
@@ -19,7 +19,7 @@ class ChannelReader:
     `split` False: reasoning is text. A message to a tool that is not known is text, with its markers.
     """
 
-    def __init__(self, source: Source, sink: Said, call: CallWriter, syntax: Channels, split: bool) -> None:
+    def __init__(self, source: AnswerSource, sink: ShownText, call: CallWriter, syntax: Channels, split: bool) -> None:
         self._source = source
         self._said = sink
         self._call = call

@@ -9,7 +9,7 @@ from tandem.server.chat.events import CallOutcome
 from tandem.server.chat.formats.tool_format import NamedJson, NameThenJson
 from tandem.server.chat.reading.calls import CallWriter
 from tandem.server.chat.reading.json_text import read_any, read_json, read_string
-from tandem.server.chat.reading.source import Reading, Source
+from tandem.server.chat.reading.source import AnswerSource, Reading
 
 MAX_NAME = 256  # characters of a name with what belongs to it
 _OTHER_KEYS = frozenset(("type", "id", "index"))  # that calls have and that say nothing here
@@ -24,7 +24,7 @@ class _Fields:
         self.written: CallOutcome | None = None  # what became of arguments that were passed on as they came
 
 
-def read_named_json(source: Source, syntax: NamedJson, call: CallWriter) -> Reading[CallOutcome | None]:
+def read_named_json(source: AnswerSource, syntax: NamedJson, call: CallWriter) -> Reading[CallOutcome | None]:
     """None: no call has begun, as with keys that no call has: most objects are not calls."""
     if not (yield from source.literal(("{",))):
         return None
@@ -44,14 +44,14 @@ def read_named_json(source: Source, syntax: NamedJson, call: CallWriter) -> Read
     return fields.written  # whole arguments make a call, even if what is around them is not
 
 
-def _colon(source: Source) -> Reading[bool]:
+def _colon(source: AnswerSource) -> Reading[bool]:
     yield from source.space()
     colon = yield from source.literal((":",))
     yield from source.space()
     return bool(colon)
 
 
-def _value(source: Source, syntax: NamedJson, key: str, fields: _Fields, call: CallWriter) -> Reading[bool]:
+def _value(source: AnswerSource, syntax: NamedJson, key: str, fields: _Fields, call: CallWriter) -> Reading[bool]:
     """Whether the object may go on."""
     if key in syntax.name_keys and fields.name is None:
         fields.name = yield from read_string(source)
@@ -88,7 +88,7 @@ def _is_object(text: str) -> bool:
 
 
 def read_name_then_json(
-    source: Source, syntax: NameThenJson, call: CallWriter, keep_id: bool
+    source: AnswerSource, syntax: NameThenJson, call: CallWriter, keep_id: bool
 ) -> Reading[CallOutcome | None]:
     """`keep_id`: what stands for the name is the call's id."""
     pieces: list[str] = []

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from tandem.server.chat.events import CallOutcome
-from tandem.server.chat.reading.source import Reading, Source
+from tandem.server.chat.reading.source import AnswerSource, Reading
 
 MAX_DEPTH = 128
 
@@ -143,7 +143,7 @@ def well_formed(text: str) -> str:
     return text
 
 
-def read_json(source: Source, say: Callable[[str], None]) -> Reading[CallOutcome]:
+def read_json(source: AnswerSource, say: Callable[[str], None]) -> Reading[CallOutcome]:
     """Takes one object, array or string, and gives it to `say` as it comes. Where it breaks, the rest is not taken."""
     scanner = JsonScanner()
     while True:
@@ -168,7 +168,7 @@ def _scan(scanner: JsonScanner, text: str) -> tuple[int, State]:
     return len(text), "more"
 
 
-def read_string(source: Source) -> Reading[str | None]:
+def read_string(source: AnswerSource) -> Reading[str | None]:
     """A JSON string's value; None if none comes."""
     if (yield from source.peek()) != '"':
         return None
@@ -177,7 +177,7 @@ def read_string(source: Source) -> Reading[str | None]:
     return str(json.loads("".join(parts))) if outcome == "complete" else None
 
 
-def read_any(source: Source) -> Reading[str | None]:
+def read_any(source: AnswerSource) -> Reading[str | None]:
     """Any JSON value as text; None if it is none."""
     first = yield from source.peek()
     parts: list[str] = []

@@ -11,7 +11,7 @@ from tandem.server.chat.formats.tool_format import Pairs
 from tandem.server.chat.reading.calls import CallWriter, quoted
 from tandem.server.chat.reading.json_calls import MAX_NAME
 from tandem.server.chat.reading.json_text import ATOM, MAX_DEPTH, State
-from tandem.server.chat.reading.source import Reading, Source
+from tandem.server.chat.reading.source import AnswerSource, Reading
 
 _MAX_CALL = 1 << 18  # characters of a call that is read as a whole
 _PAIRS = {"{": "}", "[": "]", "(": ")"}
@@ -20,7 +20,7 @@ _PAIRS = {"{": "}", "[": "]", "(": ")"}
 # --- Python
 
 
-def read_python_calls(source: Source, call: CallWriter) -> Reading[CallOutcome | None]:
+def read_python_calls(source: AnswerSource, call: CallWriter) -> Reading[CallOutcome | None]:
     """`[f(a=1), g()]`, all of it: it becomes calls only if every part is one. None: it is none."""
     pieces: list[str] = []
     if not (yield from _balanced(source, pieces, "\"'")):
@@ -54,7 +54,7 @@ def _python_call(node: ast.expr) -> tuple[str, str]:
     return ast.unparse(node.func), json.dumps(values, ensure_ascii=False, allow_nan=False)
 
 
-def _balanced(source: Source, pieces: list[str], quotes: str) -> Reading[bool]:
+def _balanced(source: AnswerSource, pieces: list[str], quotes: str) -> Reading[bool]:
     """Takes from one bracket to its partner. Strings between `quotes` may have any brackets in them."""
     brackets, size = _Brackets(quotes), 0
     while size < _MAX_CALL:
@@ -100,7 +100,7 @@ class _Brackets:
 # --- Gemma
 
 
-def read_pairs(source: Source, syntax: Pairs, call: CallWriter) -> Reading[CallOutcome | None]:
+def read_pairs(source: AnswerSource, syntax: Pairs, call: CallWriter) -> Reading[CallOutcome | None]:
     """`f{key:value,…}`, pair by pair."""
     pieces: list[str] = []
     stop = yield from source.until(("{",), pieces.append, MAX_NAME)
@@ -126,7 +126,7 @@ def read_pairs(source: Source, syntax: Pairs, call: CallWriter) -> Reading[CallO
         separator = ", "
 
 
-def _key(source: Source, quote: str) -> Reading[str | None]:
+def _key(source: AnswerSource, quote: str) -> Reading[str | None]:
     if (yield from source.next_of((quote,))):
         key = yield from _quoted(source, quote)
         yield from source.space()
@@ -140,7 +140,7 @@ def _key(source: Source, quote: str) -> Reading[str | None]:
     return "".join(pieces).strip() or None
 
 
-def _quoted(source: Source, quote: str) -> Reading[str | None]:
+def _quoted(source: AnswerSource, quote: str) -> Reading[str | None]:
     yield from source.literal((quote,))
     pieces: list[str] = []
     stop = yield from source.until((quote,), pieces.append)
@@ -148,7 +148,7 @@ def _quoted(source: Source, quote: str) -> Reading[str | None]:
     return "".join(pieces) if stop else None
 
 
-def _pair_value(source: Source, quote: str, depth: int) -> Reading[str | None]:
+def _pair_value(source: AnswerSource, quote: str, depth: int) -> Reading[str | None]:
     """JSON text of a value; None if none comes."""
     yield from source.space()
     if (yield from source.next_of((quote,))):
@@ -165,7 +165,7 @@ def _pair_value(source: Source, quote: str, depth: int) -> Reading[str | None]:
     return word if ATOM.fullmatch(word) else quoted(word)
 
 
-def _nested(source: Source, quote: str, depth: int) -> Reading[str | None]:
+def _nested(source: AnswerSource, quote: str, depth: int) -> Reading[str | None]:
     is_map = source.take(1) == "{"
     close = "}" if is_map else "]"
     items: list[str] = []
@@ -182,6 +182,6 @@ def _nested(source: Source, quote: str, depth: int) -> Reading[str | None]:
         items.append(f"{quoted(key)}: {value}" if is_map else value)
 
 
-def _spaced_key(source: Source, quote: str) -> Reading[str | None]:
+def _spaced_key(source: AnswerSource, quote: str) -> Reading[str | None]:
     yield from source.space()
     return (yield from _key(source, quote))

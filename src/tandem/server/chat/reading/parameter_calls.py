@@ -8,12 +8,12 @@ from tandem.server.chat.events import CallOutcome
 from tandem.server.chat.formats.tool_format import Parameters, ToolFormat
 from tandem.server.chat.reading.calls import CallWriter, quoted
 from tandem.server.chat.reading.json_calls import MAX_NAME
-from tandem.server.chat.reading.source import Reading, Source
+from tandem.server.chat.reading.source import AnswerSource, Reading
 from tandem.server.chat.reading.values import json_of
 
 
 def read_parameters(
-    source: Source, syntax: Parameters, tool_format: ToolFormat, call: CallWriter
+    source: AnswerSource, syntax: Parameters, tool_format: ToolFormat, call: CallWriter
 ) -> Reading[CallOutcome | None]:
     """None: no call has begun."""
     name = yield from _name(source, syntax, tool_format)
@@ -32,7 +32,7 @@ def read_parameters(
     return (yield from _end(source, tool_format, call, separator))
 
 
-def _name(source: Source, syntax: Parameters, tool_format: ToolFormat) -> Reading[str]:
+def _name(source: AnswerSource, syntax: Parameters, tool_format: ToolFormat) -> Reading[str]:
     pieces: list[str] = []
     ends = (*syntax.name_end, syntax.open, *tool_format.close)
     stop = yield from source.until(ends, pieces.append, MAX_NAME)
@@ -41,7 +41,7 @@ def _name(source: Source, syntax: Parameters, tool_format: ToolFormat) -> Readin
     return "".join(pieces).strip() if stop else ""
 
 
-def _end(source: Source, tool_format: ToolFormat, call: CallWriter, separator: str) -> Reading[CallOutcome]:
+def _end(source: AnswerSource, tool_format: ToolFormat, call: CallWriter, separator: str) -> Reading[CallOutcome]:
     """Behind the last parameter. An answer may end here without the call's own end marker."""
     ends = (*tool_format.close, *tool_format.section_close, *tool_format.openers)
     marker = yield from source.behind_space(ends)
@@ -52,7 +52,7 @@ def _end(source: Source, tool_format: ToolFormat, call: CallWriter, separator: s
 
 
 def _parameter(
-    source: Source, syntax: Parameters, tool_format: ToolFormat, call: CallWriter, separator: str
+    source: AnswerSource, syntax: Parameters, tool_format: ToolFormat, call: CallWriter, separator: str
 ) -> Reading[CallOutcome]:
     pieces: list[str] = []
     stop = yield from source.until(tuple(syntax.key_end), pieces.append, MAX_NAME)
@@ -73,7 +73,7 @@ def _parameter(
 
 
 def _read_value(
-    source: Source, syntax: Parameters, tool_format: ToolFormat, value: _Value
+    source: AnswerSource, syntax: Parameters, tool_format: ToolFormat, value: _Value
 ) -> Reading[CallOutcome]:
     """A value may say its own end marker: the one that counts is followed by what may follow a parameter."""
     follows = tuple(
@@ -89,7 +89,7 @@ def _read_value(
         value.say(source.take(len(syntax.close)))
 
 
-def _is_last(source: Source, close: str, follows: tuple[str, ...]) -> Reading[bool]:
+def _is_last(source: AnswerSource, close: str, follows: tuple[str, ...]) -> Reading[bool]:
     """Whether the end marker that comes is followed, behind white space, by one of these."""
     while True:
         rest = close + source.text[len(close) :].lstrip()

@@ -1,20 +1,20 @@
-"""`Said`: passes text on as reasoning or as the answer, without the white space around markers."""
+"""`ShownText`: passes text on as reasoning or as the answer, without the white space around markers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from tandem.server.chat.events import ChatEvent, ReasoningDelta, TextDelta
-from tandem.server.chat.reading.source import Source
+from tandem.server.chat.reading.source import AnswerSource
 
 _SPACE = " \t\r\n"
 
 
-class Said:
+class ShownText:
     """Holds white space until text or a marker follows. `dropped` hears of what nobody is shown."""
 
     def __init__(
-        self, source: Source, emit: Callable[[ChatEvent], None], dropped: Callable[[str], None]
+        self, source: AnswerSource, emit: Callable[[ChatEvent], None], dropped: Callable[[str], None]
     ) -> None:
         self._source = source
         self._emit = emit

@@ -1,4 +1,4 @@
-"""`Source`: text that is still coming, for readers that look ahead and go back."""
+"""`AnswerSource`: text that is still coming, for readers that look ahead and go back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SPACE = " \t\r\n"
 _PIECE = 1024  # characters
 
 
-class Source:
+class AnswerSource:
     """`text` is the next of what has come and is not taken; the rest is shown in pieces, since each character that is
     taken copies what is left of `text`. What is taken since `mark` can be put back."""
 

@@ -8,7 +8,7 @@ from importlib import resources
 
 import msgspec
 
-from tandem.engine.text.prompt import Prompt, common_end
+from tandem.text.prompt import Prompt, common_end
 
 
 class ReasoningFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -76,14 +76,14 @@ def _thoughts(text: str, one: ReasoningFormat, opened: bool) -> tuple[bool, int]
         at, opened = closed.end(), False
 
 
-class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _FormatFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: list[ReasoningFormat]
 
 
 @cache
 def reasoning_formats() -> tuple[ReasoningFormat, ...]:
-    file = resources.files("tandem.engine.text") / "reasoning.toml"
-    return tuple(msgspec.toml.decode(file.read_bytes(), type=_File).format)
+    file = resources.files("tandem.text") / "reasoning.toml"
+    return tuple(msgspec.toml.decode(file.read_bytes(), type=_FormatFile).format)
 
 
 def detect_reasoning_format(template: str) -> ReasoningFormat | None:

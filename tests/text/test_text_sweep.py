@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from tandem.engine.protocol import SamplingParams
+from tandem.engine.protocol import SamplingSettings
 from tandem.engine.start.sampling_defaults import FIELDS, read_sampling_defaults
-from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import CheckpointError
+from tandem.text.tokenizer import Tokenizer
 from tokenizer_files import ONE, written
 
 transformers = pytest.importorskip("transformers")
@@ -159,7 +159,7 @@ REST: dict[str, list[tuple[Any, bool]]] = {  # values, and whether they are refu
 
 def sampled(path: Path, generation: dict[str, Any]) -> dict[str, float]:
     (path / "generation_config.json").write_text(json.dumps(generation))
-    params = SamplingParams(**read_sampling_defaults(path))
+    params = SamplingSettings(**read_sampling_defaults(path))
     return {name: getattr(params, name) for name in FIELDS}
 
 

@@ -12,15 +12,15 @@ from typing import Any
 
 import tokenizers
 
-from tandem.engine.text import added_tokens
-from tandem.engine.text.chat_template import ChatTemplate
-from tandem.engine.text.markers import MarkerGuard
-from tandem.engine.text.stored_templates import NO_TEMPLATE, ChatTemplates, chosen_template, stored_templates
-from tandem.engine.text.token_floor import TokenFloor, token_floor
-from tandem.engine.text.token_table import TokenTable, read_token_table
 from tandem.errors import CheckpointError, RequestError
 from tandem.spec.json_keys import JsonKeys
 from tandem.spec.small_files import lfs_pointer, read_text
+from tandem.text import added_tokens
+from tandem.text.chat_template import ChatTemplate
+from tandem.text.markers import MarkerGuard
+from tandem.text.stored_templates import NO_TEMPLATE, ChatTemplates, chosen_template, stored_templates
+from tandem.text.token_floor import TokenFloor, token_floor
+from tandem.text.token_table import TokenTable, read_token_table
 
 log = logging.getLogger("tandem.text")
 
@@ -267,7 +267,7 @@ def _read_vocabulary(path: Path, settings: dict[str, Any]) -> tuple[tokenizers.T
 
         return tiktoken_tokenizer(path.parent, settings, _BYTE_OF_CHAR), settings
     if path.name == "vocab.json":
-        from tandem.engine.text.bpe_files import bpe_tokenizer, with_defaults  # needs torch, as above
+        from tandem.text.bpe_files import bpe_tokenizer, with_defaults  # needs torch, as above
 
         return bpe_tokenizer(path.parent, settings), with_defaults(settings)
     inner = _read_tokenizer(path)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import CheckpointError
+from tandem.text.tokenizer import Tokenizer
 from tokenizer_files import ONE, written
 
 transformers = pytest.importorskip("transformers")

@@ -94,7 +94,7 @@ class ChatTemplate:
 
     def render(self, messages: list[dict[str, Any]], **variables: Any) -> str:
         """RequestError with the template's own complaint, e.g. about the order of roles. Takes as long and as much
-        memory as the template wants: a server renders in `server/prompts/templates.py`."""
+        memory as the template wants: a server renders in `server/prompts/template_worker.py`."""
         values = self.values(**variables)
         template = self._template(self.with_tools if self.with_tools and values["tools"] else self.source)
         try:

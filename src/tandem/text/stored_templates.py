@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tandem.engine.text.chat_template import ChatTemplate
 from tandem.spec.small_files import TEMPLATE_BYTES, read_text
+from tandem.text.chat_template import ChatTemplate
 
 log = logging.getLogger("tandem.text")
 

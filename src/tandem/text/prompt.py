@@ -1,4 +1,4 @@
-"""`Draft`: a conversation as a chat template is given it; `Prompt`: what the template made of it.
+"""`UnrenderedPrompt`: a conversation as a chat template is given it; `Prompt`: what the template made of it.
 
 Control tokens that messages spell are guarded (`markers.py`). Where the answer goes on with the last message, a mark
 behind its text shows where the prompt ends, whatever the template writes behind a turn.
@@ -13,8 +13,8 @@ from itertools import takewhile
 from string import ascii_letters
 from typing import Any
 
-from tandem.engine.text.markers import MarkerGuard
 from tandem.errors import RequestError
+from tandem.text.markers import MarkerGuard
 
 Messages = list[dict[str, Any]]
 OwnMarkers = Callable[[str, str], Collection[str]]  # (role, key): markers that this text of a message may spell
@@ -39,7 +39,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class UnrenderedPrompt:
     """`messages` and `variables` are guarded. `mark`: where it is in the rendered text, the prompt ends."""
 
     messages: Messages
@@ -71,13 +71,13 @@ def draft(
     guard: MarkerGuard | None,
     own: OwnMarkers | None = None,
     goes_on: bool = False,
-) -> Draft:
+) -> UnrenderedPrompt:
     """goes_on: the answer goes on with the last message, an assistant's. Raises RequestError."""
     sign = guard.sign("\n".join(_texts([messages, variables.get("tools")]))) if guard is not None else ""
     if guard is not None and sign:
         messages = [_guarded(message, guard, sign, own or _no_markers) for message in messages]
         variables = variables | {"tools": guard.guard(variables.get("tools"), sign)}
-    one = Draft(messages, variables, sign)
+    one = UnrenderedPrompt(messages, variables, sign)
     return _marked(one) if goes_on else one
 
 
@@ -102,7 +102,7 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(one)
 
 
-def _marked(one: Draft) -> Draft:
+def _marked(one: UnrenderedPrompt) -> UnrenderedPrompt:
     """With a mark behind the text of the last message. The space behind it shows whether the template trims."""
     last = one.messages[-1] if one.messages else {}
     mark = _unused(_MARK, _texts([one.messages, one.variables]))

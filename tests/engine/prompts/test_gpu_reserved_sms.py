@@ -13,7 +13,7 @@ import triton.language as tl
 from gpu import needs_cuda
 from gpu_sessions import DECODED, PROMPT, Session, batch_of, on_the_cpu, rms
 from tandem.engine.step import streams as gpu_pass
-from tandem.engine.step.streams import spared_stream
+from tandem.engine.step.streams import reserved_stream
 from tandem.errors import EngineError
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
@@ -43,13 +43,13 @@ def used(stream: torch.cuda.Stream) -> set[int]:
 
 def test_a_stream_leaves_multiprocessors_alone() -> None:
     device = torch.device("cuda")
-    everywhere, some = used(torch.cuda.Stream()), used(spared_stream(device, SPARED))
+    everywhere, some = used(torch.cuda.Stream()), used(reserved_stream(device, SPARED))
     assert some < everywhere and len(everywhere) - len(some) >= SPARED
 
 
 def test_more_than_there_are_cannot_be_spared() -> None:
-    with pytest.raises(EngineError, match="--spared-multiprocessors 10000: this GPU has"):
-        spared_stream(torch.device("cuda"), 10_000)
+    with pytest.raises(EngineError, match="--prefill-reserved-sms 10000: this GPU has"):
+        reserved_stream(torch.device("cuda"), 10_000)
 
 
 @pytest.mark.parametrize("cut", [False, True])
@@ -60,7 +60,7 @@ def test_a_prompt_is_what_it_is_with_all(tiny_models, monkeypatch, beside, cut) 
     if not cut:
         monkeypatch.setattr(gpu_pass, "products_leave", lambda count: nullcontext())
     path = tiny_models["qwen3_moe-gpu"]
-    plain, session = Session(path, 1.0, (1, 8)), Session(path, 1.0, (1, 8), prompts=(PROMPT,), spared=SPARED)
+    plain, session = Session(path, 1.0, (1, 8)), Session(path, 1.0, (1, 8), prompts=(PROMPT,), reserved_sms=SPARED)
     for each in (plain, session):
         each.step(SIX, 0, PROMPT)
     batch, decoded = batch_of([7], 0, PROMPT), []

@@ -52,7 +52,7 @@ def test_the_rest_is_the_streams(count, left) -> None:
 
 @pytest.mark.parametrize("count", [132, 500])
 def test_all_of_them_cannot_be_spared(count) -> None:
-    with pytest.raises(EngineError, match=f"--spared-multiprocessors {count}: this GPU has 132; give fewer"):
+    with pytest.raises(EngineError, match=f"--prefill-reserved-sms {count}: this GPU has 132; give fewer"):
         _create(Driver(132), 0, count)
 
 

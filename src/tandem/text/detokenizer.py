@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple, Protocol
 
-from tandem.engine.protocol import SamplingParams
-from tandem.engine.text.stop_strings import StopMatcher
+from tandem.text.stop_strings import StopMatcher
 
 # A character has at most four bytes, hence at most four byte tokens. A longer run without a valid character is not
 # going to become one, and is shown as it decodes.
@@ -17,7 +16,7 @@ class Decoder(Protocol):
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     text: str
     stop: str | None  # the stop string that ended the answer
 
@@ -80,29 +79,42 @@ class IncrementalDecoder:
         return self._decoder.decode(ids, skip_special_tokens=self._skip_special) if ids else ""
 
 
+class TextOptions(Protocol):
+    """The fields of `SamplingParams` that say which text is shown, and where it stops."""
+
+    @property
+    def skip_special_tokens(self) -> bool: ...
+    @property
+    def show_tokens(self) -> tuple[int, ...]: ...
+    @property
+    def stop(self) -> tuple[str, ...]: ...
+    @property
+    def include_stop(self) -> bool: ...
+
+
 class TextStream:
     """Decodes, and looks for stop strings across token borders."""
 
-    def __init__(self, decoder: Decoder, prompt_ids: list[int], params: SamplingParams) -> None:
+    def __init__(self, decoder: Decoder, prompt_ids: list[int], params: TextOptions) -> None:
         self._ids = IncrementalDecoder(decoder, prompt_ids, params.skip_special_tokens, params.show_tokens)
         self._stops = StopMatcher(params.stop) if params.stop else None
         self._include_stop = params.include_stop
 
-    def push(self, token_id: int, *, may_stop: bool = True) -> Piece:
+    def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
         """The answer's next token. `may_stop` False: too early (min_tokens), stop strings are only text."""
         return self._search(self._ids.push(token_id), may_stop)
 
-    def finish(self) -> Piece:
+    def finish(self) -> TextPiece:
         """The answer ended for another reason: everything held back."""
         piece = self._search(self._ids.flush(), True)
         if piece.stop is not None or self._stops is None:
             return piece
-        return Piece(piece.text + self._stops.flush(), None)
+        return TextPiece(piece.text + self._stops.flush(), None)
 
-    def _search(self, text: str, may_stop: bool) -> Piece:
+    def _search(self, text: str, may_stop: bool) -> TextPiece:
         if self._stops is None:
-            return Piece(text, None)
+            return TextPiece(text, None)
         if not may_stop:
-            return Piece(self._stops.skip(text), None)
+            return TextPiece(self._stops.skip(text), None)
         final, stop = self._stops.push(text)
-        return Piece(final + stop if stop and self._include_stop else final, stop)
+        return TextPiece(final + stop if stop and self._include_stop else final, stop)

@@ -1,1 +1,0 @@
-"""Between memory of the host and that of the GPU, by kernels."""

@@ -1,0 +1,1 @@
+"""Layers over several GPUs: which GPU has which layers."""

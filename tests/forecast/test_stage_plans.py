@@ -1,0 +1,142 @@
+"""Which GPU gets which layers, what the plan says of it, and what stages are refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import pytest
+
+from gpu_questions import HERE, NEXT, decision, predicted, question
+from tandem.errors import ConfigError, DoesNotFit
+from tandem.planner.stages.pool import gpus_of_stages
+from tandem.planner.stages.sized import StageSizes, some_layers
+from tandem.planner.stages.split import fits, shares, split
+
+GIB = 1 << 30
+
+
+def ways(weights: list[int], rooms: list[int]) -> list[tuple[int, ...]]:
+    """All splits that fit."""
+    inner = combinations(range(1, len(weights)), len(rooms) - 1)
+    found = [(0, *each, len(weights)) for each in inner]
+    return [each for each in found if all(s <= r for s, r in zip(shares(each, weights), rooms, strict=True))]
+
+
+@pytest.mark.parametrize("rooms", [[20, 20], [30, 9], [9, 30], [12, 12, 12], [8, 20, 9], [40, 3, 3], [5, 5]])
+@pytest.mark.parametrize("speeds", [[1.0, 1.0, 1.0], [2.0, 1.0, 1.5], [1.0, 3.0, 2.0]])
+def test_the_split_is_the_best_of_all(rooms: list[int], speeds: list[float]) -> None:
+    weights, speeds = [3, 1, 4, 1, 5, 2, 6, 3], speeds[: len(rooms)]
+    possible = ways(weights, rooms)
+    assert fits(weights, rooms) == bool(possible)
+    chosen = split(weights, rooms, speeds)
+    if not possible:
+        assert chosen is None
+        return
+
+    def seconds(borders: tuple[int, ...]) -> float:
+        return sum(taken / speed for taken, speed in zip(shares(borders, weights), speeds, strict=True))
+
+    assert chosen in possible and seconds(chosen) == pytest.approx(min(map(seconds, possible)))
+
+
+def test_equal_gpus_are_filled_evenly_and_a_faster_one_fully() -> None:
+    assert split([1] * 12, [12, 12], [1.0, 1.0]) == (0, 6, 12)
+    assert split([1] * 12, [12, 6], [1.0, 1.0]) == (0, 8, 12)
+    assert split([1] * 12, [9, 12], [2.0, 1.0]) == (0, 9, 12)
+    assert split([1] * 12, [12, 12], [1.0, 2.0]) == (0, 1, 12)  # each has one at least
+
+
+def test_no_layer_fits_where_the_largest_does_not() -> None:
+    assert not fits([1, 9, 1], [8, 8]) and split([1, 9, 1], [8, 8], [1.0, 1.0]) is None
+    assert fits([1, 9, 1], [1, 10]) and not fits([1, 9, 1], [10, 0])
+    assert not fits([1], [5, 5])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "stages"), [("24GB,12GB", 2), ("12GB,24GB", 2), ("2x4090", 2), ("3x4090", 3), ("4090,3090,12GB", 3)]
+)
+def test_every_gpu_s_layers_fit_it(gpus: str, stages: int) -> None:
+    asked = question(NEXT, gpus, pipeline_parallel_size=stages)
+    plan = asked.plan()
+    assert plan.gpu is not None and len(plan.gpu.stages) == stages
+    borders = [stage.first for stage in plan.gpu.stages] + [plan.gpu.stages[-1].end]
+    assert borders[0] == 0 and borders[-1] == len(asked.model.layers)
+    assert [stage.end for stage in plan.gpu.stages] == borders[1:] and all(a < b for a, b in pairwise(borders))
+    for stage, gpu in zip(plan.gpu.stages, asked.machine.gpus, strict=True):
+        assert stage.name == gpu.name and 0 < stage.nbytes < 0.9 * gpu.free_bytes
+    assert decision(plan, "stages").value == str(stages)
+    assert decision(plan, f"stage {stages - 1}").value.endswith(f"to {borders[-1] - 1}")
+    assert (plan.gpu.ring_bytes, plan.gpu.prompt_sizes, plan.gpu.live) == (0, (), False)
+
+
+def test_two_gpus_hold_more_experts_than_one_and_are_forecast_as_faster() -> None:
+    one, two = question(NEXT, "24GB"), question(NEXT, "24GB,12GB", pipeline_parallel_size=2)
+    single, staged = one.plan(), two.plan()
+    assert single.gpu is not None and staged.gpu is not None and staged.gpu.experts > 1.2 * single.gpu.experts
+    assert predicted(two, staged).decode[1].low > predicted(one, single).decode[1].low
+    assert predicted(two, staged).decode[1].parts["between stages"] > 0
+
+
+def test_layers_of_all_stages_are_the_whole_model() -> None:
+    """Their bytes, too: the head and the last norm once."""
+    asked = question(NEXT, "2x4090", pipeline_parallel_size=2)
+    from tandem.planner.memory import MemoryRequest
+
+    request = MemoryRequest(asked.config, asked.model, asked.machine, "bfloat16", "stored", 4, asked.stored)
+    sizes = StageSizes(request, gpus_of_stages(asked.config, asked.machine), 4096)
+    whole = asked.model.dense_bytes("bfloat16", asked.stored, for_gpu=True) - sizes._head
+    kept = request.kv_bytes(4096) + request.slot_bytes
+    assert sum(sizes.weights(0)) == pytest.approx(whole + kept, rel=1e-3)
+    assert sum(len(some_layers(asked.model, a, a + 1).layers) for a in range(48)) == 48
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"tensor_parallel_size": 2}, "ranks have no stages yet"), ({"device": "cpu"}, "stages are on GPUs"),
+        ({"pipeline_parallel_size": 3}, "each stage needs a GPU, and there are 2"),
+        ({"speculative_algorithm": "NGRAM"}, "leave --speculative-algorithm out"),
+        ({"kt_enable_dynamic_expert_update": True}, "leave --kt-enable-dynamic-expert-update out"),
+        ({"kt_max_deferred_experts_per_token": 1}, "leave --kt-max-deferred-experts-per-token out"),
+        ({"kt_gpu_prefill_token_threshold": 512}, "leave --kt-gpu-prefill-token-threshold out"),
+        ({"kt_expert_placement_strategy": "random"}, "leave --kt-expert-placement-strategy out"),
+        ({"enable_deterministic_inference": True}, "leave --enable-deterministic-inference out"),
+        ({"attention_backend": "flashinfer"}, "leave --attention-backend out"),
+        ({"prefill_reserved_sms": 8}, "leave --prefill-reserved-sms out"),
+        ({"packed_cache": "kept"}, "leave --packed-cache out"),
+    ],
+)  # fmt: skip
+def test_what_stages_cannot_do_is_refused_by_name(flags: dict[str, object], says: str) -> None:
+    asked = question(NEXT, "2x4090", **{"pipeline_parallel_size": 2} | flags)
+    with pytest.raises(ConfigError, match=rf"--pipeline-parallel-size \d: .*{says}"):
+        asked.plan()
+
+
+@pytest.mark.parametrize("name", ["deepseek-v4-flash", "glm-5.3-flash"])
+def test_models_that_carry_more_than_rows_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="--pipeline-parallel-size 8: .* are not carried between GPUs yet"):
+        question(name, "8x141GB", pipeline_parallel_size=8).plan()
+
+
+def test_experts_that_were_asked_for_and_do_not_fit_are_refused() -> None:
+    asked = question(NEXT, "24GB,12GB", pipeline_parallel_size=2, kt_num_gpu_experts=400)
+    with pytest.raises(DoesNotFit, match="--pipeline-parallel-size|--kt-num-gpu-experts"):
+        asked.plan()
+
+
+def test_a_gpu_beyond_the_stages_is_named() -> None:
+    (note,) = [each for each in question(NEXT, "3x4090", pp=2).plan().notices if "not used" in each]
+    assert note == "GPU 2 (4090) not used: --pipeline-parallel-size 2 uses 2"
+    assert not [each for each in question(NEXT, "24GB,12GB", pp=2).plan().notices if "not used" in each]
+
+
+def test_tests_may_put_stages_on_one_gpu(monkeypatch) -> None:
+    asked = question(NEXT, "4090", pipeline_parallel_size=2)
+    with pytest.raises(ConfigError, match="each stage needs a GPU, and there is one"):
+        asked.plan()
+    monkeypatch.setenv("TANDEM_RANKS_SHARE_GPU", "1")
+    plan = asked.plan()
+    assert plan.gpu is not None and len(plan.gpu.stages) == 2
+    each = gpus_of_stages(asked.config, replace(HERE, gpus=asked.machine.gpus))
+    assert sum(gpu.free_bytes for gpu in each) == asked.machine.gpus[0].free_bytes

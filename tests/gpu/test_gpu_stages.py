@@ -1,0 +1,84 @@
+"""Layers in stages: on one GPU twice they give the bits of one stage, on two GPUs the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from gpu import needs_cuda
+from gpu_sessions import DECODED, PROMPT, ROWS, Session, on_the_cpu, rms
+from staged_gpu import StagedGpu
+from tandem import LLM, SamplingParams
+
+pytestmark = [pytest.mark.gpu, needs_cuda]
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+PLACES = [pytest.param((0, 0), id="one"), pytest.param((0, 1), id="two", marks=needs_two)]
+VARIANTS = ["qwen3_moe-gpu", "glm4_moe", "gpt_oss"]
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["batch8", "batch1"])
+@pytest.mark.parametrize("graphs", [(), (1, 8)], ids=["kernels", "graphs"])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("devices", PLACES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_stages_give_the_bits_of_one(tiny_models, variant, devices: Sequence[int], share, graphs, together) -> None:
+    path = tiny_models[variant]
+    one = Session(path, share, graphs).logits(together)
+    staged = StagedGpu(path, share, graphs, devices).logits(together)
+    exact, theirs = on_the_cpu(path, "float32"), on_the_cpu(path, "bfloat16")
+    print(f"{variant} {devices} {share:.0%} {graphs} {together}: {rms(staged, one):.2e} from one stage")
+    assert rms(staged, exact) < 1.5 * rms(theirs, exact)
+    assert torch.equal(staged, one)
+
+
+@pytest.mark.parametrize("devices", PLACES)
+@pytest.mark.parametrize("variant", ["qwen3_next", "deepseek_v3"])
+def test_other_layers_in_stages_give_the_bits_of_one(tiny_models, variant, devices: Sequence[int]) -> None:
+    """Slots of delta nets, and latents."""
+    path = tiny_models[variant]
+    one, staged = Session(path, 0.5, (1, 8)).logits(True), StagedGpu(path, 0.5, (1, 8), devices).logits(True)
+    assert torch.equal(staged, one) or rms(staged, one) < 0.2 * rms(
+        on_the_cpu(path, "bfloat16"), on_the_cpu(path, "float32")
+    )
+
+
+@pytest.mark.parametrize("devices", PLACES)
+def test_each_stage_counts_its_own_experts(tiny_models, devices: Sequence[int]) -> None:
+    session = StagedGpu(tiny_models["qwen3_moe-gpu"], 0.5, (8,), devices)
+    session.step(list(range(ROWS)), 0, PROMPT)
+    session.step([0, 1, 2], PROMPT, 1)
+    top_k = session.model.config.moe.router.top_k
+    assert session.usage is not None
+    tokens = session.usage.read().tokens
+    assert tokens.sum(1).eq((ROWS * PROMPT + 3) * top_k).all()
+    gpu, cpu, _, _ = session.usage.sides()
+    assert torch.equal(gpu + cpu, tokens.sum(1)) and gpu.sum() > 0 and cpu.sum() > 0
+
+
+@pytest.mark.parametrize("devices", PLACES)
+def test_one_thread_answers_the_posts_of_all_stages(tiny_models, devices: Sequence[int]) -> None:
+    """Step after step: the count of posts goes from the last stage back to the first."""
+    session = StagedGpu(tiny_models["qwen3_moe-gpu"], 0.0, (8,), devices)
+    layers = len(session.model.config.moe_layers)
+    session.step(list(range(ROWS)), 0, PROMPT)
+    for i in range(DECODED):
+        session.step(list(range(ROWS)), PROMPT + i, 1)
+        assert session.sides.handoffs.used()[0] == layers * (i + 1)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_the_engine_answers_in_stages_on_one_gpu(monkeypatch, tiny_models, share: float) -> None:
+    """As `kt serve --pipeline-parallel-size 2` starts it: planned, warmed, with a prefix that is found again."""
+    monkeypatch.setenv("TANDEM_RANKS_SHARE_GPU", "1")
+    greedy = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    prompts = [[7 + i, *range(20, 50)] for i in range(6)] + [[5] * 300]
+    flags = {"kt_cpuinfer": 2, "max_total_tokens": 4096, "mem_fraction_static": 0.3, "kt_gpu_experts_ratio": share}
+    answers = []
+    for stages in (1, 2):
+        llm = LLM(str(tiny_models["qwen3_moe-gpu"]), device="cuda", pipeline_parallel_size=stages, **flags)
+        assert len(llm.engine.plan.gpu.stages) == (stages if stages > 1 else 0)
+        answers.append([[each.token_ids for each in llm.generate(prompts, greedy)] for _ in range(2)])
+        del llm
+    assert answers[0] == answers[1]
