@@ -8,7 +8,7 @@
 #define TANDEM_OTHER_FORMATS(X) \
   X(bf16, Bf16Format) X(int8, Int8Format) X(fp8, Fp8Format) X(int6, Int6Format) X(bf16_rows, Bf16RowsFormat)
 #define TANDEM_SMALL_FORMATS(X) X(uint2, Uint2Format) X(int3, Int3Format)
-// Codebooks: no tiles, no integers. They are unpacked whatever the number of rows.
+// Codebooks: no tiles, no integers. Tiers without `HasGridLines` unpack them whatever the number of rows.
 #define TANDEM_GRID_FORMATS(X) \
   X(iq2_xxs, Iq2XxsFormat)     \
   X(iq2_xs, Iq2XsFormat) X(iq2_s, Iq2SFormat) X(iq3_xxs, Iq3XxsFormat) X(iq3_s, Iq3SFormat) X(iq1, Iq1Format)
@@ -179,6 +179,27 @@ template <class Isa>
 struct Iq3SFormat : GridFormat<Isa, Format::iq3_s> {};
 template <class Isa>
 struct Iq1Format : GridFormat<Isa, Format::iq1> {};
+
+// Whether a tier decodes codebooks in registers.
+template <class Isa>
+concept HasGridLines = requires { Isa::kGridRows; };
+
+// Calls each(k, lines) for 32 k of a panel's blocks, as many at once as the tier keeps in registers.
+template <class Isa, Format kGrid, class Each>
+TANDEM_INLINE void grid_parts(const uint8_t* blocks, Each each) {
+  if constexpr (requires { typename Isa::GridPart; }) {
+#pragma GCC unroll 4
+    for (int b = 0; b < 4; ++b, blocks += grid_block_bytes(kGrid)) {
+      const auto codes = [&](int r) { return grid_codes<kGrid>(blocks, r); };
+      if constexpr (kGrid == Format::iq2_xs)
+        each(8 * b, Isa::template grid_part<true>(codes, Isa::grid_signs_with_eighth(blocks)));
+      else
+        each(8 * b, Isa::template grid_part<has_signs(kGrid)>(codes, Isa::grid_signs(blocks + signs_at(kGrid))));
+    }
+  } else {
+    Isa::template grid_parts<kGrid>(blocks, each);
+  }
+}
 
 template <class Format>
 concept HasGrid = requires { Format::kGrid; };

@@ -27,8 +27,21 @@ constexpr int with_parity(int seven) {
 constexpr int kIq2Values[8] = {8, 25, 43}, kAbove[8] = {-7, 1, 9}, kBelow[8] = {-9, -1, 7};
 constexpr int kIq3XxsValues[8] = {8, 24, 40, 56, 72, 88, 104, 124}, kIq3SValues[8] = {8, 24, 40, 56, 72, 88, 104, 120};
 
+template <int N>
+constexpr GridCodes<N> split(const uint16_t (&entries)[N], int bits) {
+  GridCodes<N> codes{};
+  for (int i = 0; i < N; ++i) {
+    codes.low[i] = uint8_t(entries[i] & ((1 << bits) - 1));
+    codes.high[i] = uint8_t(entries[i] >> bits);
+  }
+  return codes;
+}
+
 constexpr GridTables grid_tables() {
   GridTables tables{};
+  tables.iq2_xxs_bytes = split(kIq2Xxs, 8), tables.iq2_xs_bytes = split(kIq2Xs, 8);
+  tables.iq2_s_bytes = split(kIq2S, 8), tables.iq1_bytes = split(kIq1, 8);
+  tables.iq3_xxs_bytes = split(kIq3Xxs, 6), tables.iq3_s_bytes = split(kIq3S, 6);
   for (int i = 0; i < 256; ++i) tables.iq2_xxs[i] = bytes_of(kIq2Xxs[i], 8, 2, kIq2Values);
   for (int i = 0; i < 512; ++i) tables.iq2_xs[i] = bytes_of(kIq2Xs[i], 8, 2, kIq2Values);
   for (int i = 0; i < 1024; ++i) tables.iq2_s[i] = bytes_of(kIq2S[i], 8, 2, kIq2Values);

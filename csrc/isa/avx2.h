@@ -161,6 +161,49 @@ struct Avx2Isa {
     return {Vec{top_byte(a, index / 2), top_byte(b, index / 2)},
             Vec{top_byte(a, 2 + index / 2), top_byte(b, 2 + index / 2)}};
   }
+  // Codebooks: 8 k of 16 rows as signed bytes, rows 0 to 7 and 8 to 15 of the first and of the last four k. A byte is
+  // moved to the top of its lane.
+  static constexpr int kGridRows = 1;
+  template <Format kGrid>
+  static constexpr int kTileFromGridRows = kGrid == Format::iq3_s ? 1 : 2;  // with one row: 4.8 and 4.0 Gweights/s
+  static constexpr float kGridUnit = 1.0f / (1 << 24);
+  struct GridPart {
+    static constexpr int kLines = 8;
+    __m256i rows[2][2];
+    TANDEM_INLINE Vec line(int k) const { return {top_byte(rows[k / 4][0], k % 4), top_byte(rows[k / 4][1], k % 4)}; }
+  };
+  // codes(r): bytes of row r. signs: of every row a byte, whose bits say which of them are negative.
+  template <bool kSigned, class Codes>
+  TANDEM_INLINE static GridPart grid_part(const Codes& codes, __m128i signs) {
+    GridPart part;
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      const __m256 a = four_rows(codes, 8 * i), b = four_rows(codes, 8 * i + 2);
+      part.rows[0][i] = _mm256_castps_si256(_mm256_shuffle_ps(a, b, 0x88));
+      part.rows[1][i] = _mm256_castps_si256(_mm256_shuffle_ps(a, b, 0xdd));
+      if constexpr (kSigned) {
+        const __m256i four = _mm256_setr_epi8(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 5, 5, 5, 5, 6,
+                                              6, 6, 6, 7, 7, 7, 7);
+        const __m256i of_rows = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(signs),
+                                                    _mm256_add_epi8(four, _mm256_set1_epi8(int8_t(8 * i))));
+        part.rows[0][i] = negated(part.rows[0][i], of_rows, 0x08040201);
+        part.rows[1][i] = negated(part.rows[1][i], of_rows, int32_t(0x80402010));
+      }
+    }
+    return part;
+  }
+  TANDEM_INLINE static __m128i grid_signs(const uint8_t* p) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  }
+  // The upper 7 bits of 16 words, and an eighth that makes the number of ones even.
+  TANDEM_INLINE static __m128i grid_signs_with_eighth(const uint8_t* p) {
+    const __m256i seven = _mm256_srli_epi16(load_bytes(p), 9);
+    const __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(seven), _mm256_extracti128_si256(seven, 1));
+    const __m128i low = _mm_and_si128(bytes, _mm_set1_epi8(15));
+    const __m128i high = _mm_and_si128(_mm_srli_epi16(bytes, 4), _mm_set1_epi8(15));
+    const __m128i odd = _mm_setr_epi8(0, -128, -128, 0, -128, 0, 0, -128, -128, 0, 0, -128, 0, -128, -128, 0);
+    return _mm_or_si128(bytes, _mm_xor_si128(_mm_shuffle_epi8(odd, low), _mm_shuffle_epi8(odd, high)));
+  }
   TANDEM_INLINE static Pair decode_uint2(const uint8_t* p, int index) {
     const __m256i a = load_bytes(p), b = load_bytes(p + 32);
     const int even = six_bit(index), odd = 16 + even;
@@ -195,6 +238,17 @@ struct Avx2Isa {
   TANDEM_INLINE static void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
  private:
+  // Rows r, r + 1 and, in the other half, r + 4, r + 5.
+  template <class Codes>
+  TANDEM_INLINE static __m256 four_rows(const Codes& codes, int r) {
+    const auto both = [&](int first) { return _mm_set_epi64x(int64_t(codes(first + 1)), int64_t(codes(first))); };
+    return _mm256_castsi256_ps(_mm256_inserti128_si256(_mm256_castsi128_si256(both(r)), both(r + 4), 1));
+  }
+  // Bytes, negative where the bit of their place in a lane is set.
+  TANDEM_INLINE static __m256i negated(__m256i bytes, __m256i signs, int32_t places) {
+    const __m256i bits = _mm256_set1_epi32(places), set = _mm256_cmpeq_epi8(_mm256_and_si256(signs, bits), bits);
+    return _mm256_sub_epi8(_mm256_xor_si256(bytes, set), set);
+  }
   // 8 rows of 8 words to the halves of 8 lines.
   TANDEM_INLINE static void interleave8(const uint8_t* rows, int64_t stride, uint8_t* lines) {
     __m256i four[2][4];  // words c and c + 4 of rows 0 to 3, and of rows 4 to 7

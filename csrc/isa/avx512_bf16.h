@@ -3,6 +3,7 @@
 #pragma once
 
 #include "isa/avx512.h"
+#include "isa/grid_lines.h"
 
 namespace tandem {
 namespace {
@@ -128,6 +129,15 @@ struct Avx512Bf16Isa : Avx512Isa {
     }
     for (int i = 0; i < 2; ++i)
       _mm512_storeu_si512(bytes + 64 * i, _mm512_permutex2var_epi8(low, _mm512_load_si512(kPairOrder.at[i]), high));
+  }
+  // Codebooks: calls each(k, lines) for 32 k of their blocks.
+  static constexpr int kGridRows = 8;
+  template <Format kGrid>
+  static constexpr int kTileFromGridRows = 17;
+  static constexpr float kGridUnit = 1.0f;
+  template <Format kGrid, class Each>
+  TANDEM_INLINE static void grid_parts(const uint8_t* blocks, Each each) {
+    grid_parts_of<kGrid>(blocks, each);
   }
   TANDEM_INLINE static Pair decode_nl4(const uint8_t* p, int index) {
     return {_mm512_permutexvar_epi16(_mm512_srli_epi16(_mm512_loadu_si512(p), unsigned(4 * index)),

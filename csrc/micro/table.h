@@ -34,6 +34,10 @@ constexpr FormatKernels grid_kernels() {
   FormatKernels kernels{};
   kernels.dot_rows = kernels.tile_mm = tile_mm<Isa, Format>;
   kernels.tile_from_rows = 1;
+  if constexpr (HasGridLines<Isa>) {
+    kernels.dot_rows = grid_rows<Isa, Format>;
+    kernels.tile_from_rows = Isa::template kTileFromGridRows<Format<Isa>::kGrid>;
+  }
   return kernels;
 }
 

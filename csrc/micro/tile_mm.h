@@ -2,6 +2,7 @@
 // rows runs over it. Formats whose payload already is lines are read in place.
 #pragma once
 
+#include "micro/grid_rows.h"
 #include "micro/whole_rows.h"
 
 namespace tandem {
@@ -22,6 +23,20 @@ TANDEM_INLINE int64_t slice_pairs(const WeightView& w) {
   const int64_t pairs = w.padded_depth / 2, slices = (pairs + kMost - 1) / kMost;
   const int64_t unit = w.group > 32 ? w.group / 2 : 16;
   return ((pairs + slices - 1) / slices + unit - 1) / unit * unit;
+}
+
+template <class Isa, HasGrid Format>
+  requires HasGridLines<Isa>
+void unpack_panel(const uint8_t* payload, int64_t first, int64_t last, uint8_t* lines) {
+  for (int64_t pair = first; pair < last; pair += kGridStep)
+    grid_parts<Isa, Format::kGrid>(payload + pair * Format::kPairBytes, [&](int, const auto& decoded) {
+#pragma GCC unroll 8
+      for (int i = 0; i < std::remove_cvref_t<decltype(decoded)>::kLines; ++i, lines += kCacheLine) {
+        auto line = decoded.line(i);
+        if constexpr (Isa::kGridUnit != 1.0f) line = Isa::mul(line, Isa::set1(Isa::kGridUnit));
+        Format::Lane::store_line(lines, line);
+      }
+    });
 }
 
 // By way of int8's layout.

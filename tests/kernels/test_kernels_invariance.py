@@ -46,6 +46,22 @@ def matrix_of(fmt: str, group: int, tier: str, algorithm: str = "auto", threads:
 
 
 @functools.cache
+def codebook_of(kind: str, tier: str, algorithm: str) -> PackedMatrix:
+    return PackedMatrix.from_codes(cases.workspace_of(tier, algorithm), cases.gguf_codes(kind, N, 768))
+
+
+@pytest.mark.parametrize("kind", cases.CODEBOOKS)
+@pytest.mark.parametrize("tier", cases.INVARIANT_TIERS)
+def test_rows_of_codebooks_do_not_depend_on_the_batch(kind: str, tier: str) -> None:
+    """Of any number of rows that kernels take at once, and unpacked."""
+    cases.require_tier(tier)
+    x = cases.activations(40, 768, "bf16")
+    alone = torch.cat([codebook_of(kind, tier, "dot_rows")(x[i : i + 1], torch.float32) for i in range(len(x))])
+    for algorithm, rows in ((way, rows) for way in ("dot_rows", "tile_mm") for rows in (2, 3, 5, 7, 8, 9, 17, 40)):
+        assert torch.equal(codebook_of(kind, tier, algorithm)(x[:rows], torch.float32), alone[:rows])
+
+
+@functools.cache
 def layer_of(fmt: str, group: int, tier: str, algorithm: str = "auto", threads: int = 1) -> PackedExperts:
     generator = torch.Generator().manual_seed(2)
     workspace = cases.workspace_of(tier, algorithm, threads)
