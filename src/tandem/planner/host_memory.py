@@ -43,6 +43,8 @@ class HostShare:
     tables: int = 1  # kinds of pages: 2 where layers that see a window have their own
     drafts: int = 0  # a draft layer's experts that are in CPU memory
     embedding_bytes: int = 0  # of the table whose rows a GPU reads there
+    table_bytes: int = 0  # of tables that are read by row, in memory
+    token_row_bytes: int = 0  # of their rows that a token reads
 
     @property
     def graph_tokens(self) -> int:
@@ -61,6 +63,8 @@ class HostMemory:
     inputs: int  # pinned, of graphs
     graphs: int  # the driver's
     embedding: int = 0  # pinned
+    tables: int = 0
+    rows: int = 0  # pinned: a step's rows of tables, and those of each graph
 
     @property
     def total(self) -> int:
@@ -84,14 +88,16 @@ def host_memory(model: ModelConfig, share: HostShare) -> HostMemory:
     )
     graphs = GRAPH_BYTES if share.graph_sizes else 0
     embedding = pinned_bytes(share.embedding_bytes) if share.embedding_bytes else 0
+    rows = sum(pinned_bytes(n * share.token_row_bytes) for n in (share.step_tokens, *share.graph_sizes))
+    last = embedding, share.table_bytes, rows if share.token_row_bytes else 0
     if ram_experts <= 0:
-        return HostMemory(0, 0, 0, 0, inputs, graphs, embedding)
+        return HostMemory(0, 0, 0, 0, inputs, graphs, *last)
     packed = 0 if share.in_place else ram_experts
     spare = len(model.moe_layers) if share.live else 0
     return HostMemory(
         packed * share.expert_bytes + model.expert_bias_bytes, spare * share.expert_bytes,
         share.workers * SCRATCH_BYTES_PER_WORKER, _handoff_bytes(model.expert_channels, share), inputs, graphs,
-        embedding,
+        *last,
     )  # fmt: skip
 
 
@@ -131,7 +137,8 @@ def pinned_bytes(nbytes: int) -> int:
 _HOST_WORDS = {
     "experts": "packed experts in CPU memory", "spare": "places for experts that move", "scratch": "of the threads",
     "handoff": "pinned, between GPU and CPU", "inputs": "pinned, of CUDA graphs", "graphs": "CUDA graphs, the driver's",
-    "embedding": "pinned, whose rows the GPU reads",
+    "embedding": "pinned, whose rows the GPU reads", "tables": "of n-grams, read by row",
+    "rows": "pinned, of tables, that a step reads",
 }  # fmt: skip
 
 

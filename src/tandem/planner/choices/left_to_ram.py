@@ -57,7 +57,7 @@ def ram_needed(request: MemoryRequest, gpu_experts: int, drafts_there: bool, liv
         embedding_bytes=embedding,
     )  # fmt: skip
     host = host_memory(request.model, share)
-    return host.experts + host.spare + host.embedding
+    return host.experts + host.spare + host.embedding + request.table_bytes
 
 
 class WouldFit(Protocol):
