@@ -153,6 +153,7 @@ def test_a_choice_in_a_graph_is_that_of_the_sequence_at_its_replay(ops: GpuOps) 
 
 AWKWARD = LatentSizes(heads=5, nope=18, rope=12, rank=42, value=22)
 WIDE = LatentSizes(heads=20, nope=48, rope=16, rank=64, value=64)
+STILL = LatentSizes(heads=5, nope=18, rope=0, rank=42, value=22)
 GLM = LatentSizes(heads=64, nope=192, rope=64, rank=512, value=256)
 
 
@@ -212,7 +213,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(prompt, name, value)
 
 
-@pytest.mark.parametrize("sizes", [AWKWARD, WIDE])
+@pytest.mark.parametrize("sizes", [AWKWARD, WIDE, STILL])
 @pytest.mark.parametrize("spans, single", [
     ([(99, 100), (0, 1), (30, 31)], 3),
     ([(60, 61), (50, 53), (0, 3)], 1),  # few rows
@@ -226,7 +227,7 @@ def test_attention_over_a_choice(
 
 @needs_cuda
 @pytest.mark.parametrize("kernel", ["chosen", "triton"])
-@pytest.mark.parametrize("sizes", [GLM, LatentSizes(128, 128, 64, 512, 128)])
+@pytest.mark.parametrize("sizes", [GLM, LatentSizes(128, 128, 64, 512, 128), LatentSizes(64, 256, 0, 512, 256)])
 def test_the_sizes_of_real_models(
     ops: GpuOps, monkeypatch: pytest.MonkeyPatch, sizes: LatentSizes, kernel: str
 ) -> None:

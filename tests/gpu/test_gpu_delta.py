@@ -30,9 +30,9 @@ pytestmark = [pytest.mark.gpu, needs_triton]
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
 SLOTS = 6
 AWKWARD = DeltaRule(2, 6, 20, 40, 4, Norm(1e-6), "heads")
-FITTING = DeltaRule(2, 4, 32, 16, 3, Norm(1e-6), "kinds")
+FITTING = DeltaRule(2, 4, 32, 16, 3, Norm(1e-6), "kinds", "sigmoid")
 REAL = DeltaRule(16, 32, 128, 128, 4, Norm(1e-6), "heads")
-SHAPES = [AWKWARD, FITTING] if INTERPRETED else [AWKWARD, FITTING, REAL, replace(REAL, layout="kinds")]
+SHAPES = [AWKWARD, FITTING] if INTERPRETED else [AWKWARD, FITTING, REAL, replace(REAL, layout="kinds", gate="sigmoid")]
 
 Part = tuple[int, int, int]  # slot, tokens before, new rows
 

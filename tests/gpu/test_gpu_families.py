@@ -38,7 +38,7 @@ VARIANTS = [
     "dots1-window", "ernie4_5_moe", "gemma4_text", "glm4_moe_lite", "hy_v3", "laguna", "mimo_v2_flash", "minimax_m2",
     "mistral4", "afmoe", "exaone_moe", "hunyuan_v1_moe", "laguna-element", "lfm2_moe",
     "granitemoeshared", "granitemoehybrid", "nemotron_h", "nemotron_h-latent", "kimi_linear", "solar_open",
-    "bailing_hybrid", "bailing_hybrid-plain",
+    "bailing_hybrid", "bailing_hybrid-plain", "glm5_next", "glm5_next-pools", "qwen4_exp", "qwen4_exp-tables",
 ]  # fmt: skip
 FOLDING = [
     "qwen3_next", "granitemoehybrid", "nemotron_h", "nemotron_h-latent", "kimi_linear", "lfm2_moe", "bailing_hybrid",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,10 @@ from tandem.mechanisms.dense.shape import Dense
 from tandem.mechanisms.experts.shape import Moe
 from tandem.mechanisms.latent.shape import Latent
 from tandem.mechanisms.token_index.shape import Index
+from tandem.planner.gpu_plan import scratch_bytes
+from tandem.planner.memory import MemoryRequest
 from tandem.planner.resolve import resolve
+from tandem.spec.layers import Block
 from tiny import BOS, EOS, VOCAB, save_tiny, save_tokenizer, settings
 from tiny import VARIANTS as VARIANTS_OF_ALL
 
@@ -235,12 +239,22 @@ def test_what_is_not_understood_is_refused(changes: dict[str, object], message: 
         config_from_dict(keys | changes)
 
 
-def test_it_stays_on_the_cpu(tiny_models) -> None:
-    plan = resolve(EngineConfig(model="m"), load_config(tiny_models["glm5_next"]), with_gpu())
-    why = next(each.reason for each in plan.decisions if each.name == "device")
-    assert plan.gpu is None and "latent attention need channels that turn" in why
-    with pytest.raises(ConfigError, match="--device cuda: the GPU kernels of latent attention need channels"):
-        resolve(EngineConfig(model="m", device="cuda"), load_config(tiny_models["glm5_next"]), with_gpu())
+def test_it_runs_beside_a_gpu(tiny_models) -> None:
+    assert resolve(EngineConfig(model="m"), load_config(tiny_models["glm5_next"]), with_gpu()).gpu is not None
+
+
+def test_rows_of_all_streams_are_counted_in_the_gpu_memory_of_a_step() -> None:
+    """Twice in bfloat16, three times in float32, beside what a mixer takes."""
+    model = named_config(FLASH, None)
+    one = replace(model, layers=tuple(replace(e, blocks=_without_streams(e.blocks)) for e in model.layers))
+    config = EngineConfig.from_keywords("m", disable_cuda_graph=True, chunked_prefill_size=2048, context_length=8192)
+    requests = (MemoryRequest(config, each, with_gpu(), "bfloat16", "int4", 8) for each in (model, one))
+    streams, plain = map(scratch_bytes, requests)
+    assert streams - plain == 2048 * 4 * 4096 * (2 * 2 + 3 * 4)
+
+
+def _without_streams(blocks: tuple[Block, ...]) -> tuple[Block, ...]:
+    return tuple(replace(block, hyper=None) for block in blocks)
 
 
 def test_pages_have_whole_pools(tiny_models) -> None:

@@ -38,6 +38,7 @@ from tandem.mechanisms.ngrams.shape import Ngram
 from tandem.mechanisms.ngrams.torch import Hashes, hashed, last_ids
 from tandem.models import build
 from tandem.models.passing import Pass
+from tandem.planner.host_memory import pinned_bytes
 from tandem.planner.resolve import resolve
 from tiny import BOS, EOS, VOCAB, save_tokenizer, settings
 
@@ -357,12 +358,19 @@ def test_what_is_not_understood_is_refused(changes: dict[str, object], message: 
         config_from_dict(HUB | changes)
 
 
-def test_it_stays_on_the_cpu(tiny_models) -> None:
-    plan = resolve(EngineConfig(model="m"), load_config(tiny_models["qwen4_exp"]), with_gpu())
-    why = next(each.reason for each in plan.decisions if each.name == "device")
-    assert plan.gpu is None and "gated delta nets whose gate is a sigmoid" in why
-    with pytest.raises(ConfigError, match="--device cuda: there are no GPU kernels for gated delta nets whose gate"):
-        resolve(EngineConfig(model="m", device="cuda"), load_config(tiny_models["qwen4_exp"]), with_gpu())
+def test_it_runs_beside_a_gpu(tiny_models) -> None:
+    """Rows that steps read of its tables are pinned, for a step and for each graph; the tables stay as they are."""
+    model = load_config(tiny_models["qwen4_exp"])
+    config = EngineConfig.from_keywords("m", tables="ram")
+    plan = resolve(config, model, with_gpu())
+    assert plan.gpu is not None and plan.tables == "ram"
+    entries = {entry.name: entry.nbytes for entry in plan.ledgers[1].entries}
+    assert entries["tables"] == 2 * sum(table.rows * table.width for table in model.tables) > 0
+    token = 2 * sum(body.width for body in model.bodies if isinstance(body, Ngram))
+    sizes = (plan.max_step_tokens, *plan.gpu.graph_sizes)
+    assert entries["rows"] == sum(pinned_bytes(size * token) for size in sizes) > 0
+    mapped = resolve(EngineConfig.from_keywords("m", tables="map"), model, with_gpu())
+    assert {entry.name: entry.nbytes for entry in mapped.ledgers[1].entries}.get("tables", 0) == 0
 
 
 def test_pages_have_whole_blocks(tiny_models) -> None:

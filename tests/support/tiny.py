@@ -7,26 +7,24 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    Glm5NextTextConfig,
-    Mistral4Config,
-    Mistral4ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
 
-from glm5_text import Glm5NextTextLM
 from reference_config import reference_config
 
 BOS, EOS = 256, 257
 VOCAB = 263  # 256 bytes, <bos>, <eos>, and five that no text has
 
 AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)  # it only knows it beside images
-AutoModelForCausalLM.register(Glm5NextTextConfig, Glm5NextTextLM, exist_ok=True)  # likewise
+with suppress(ImportError):  # Transformers 5.17 has no such model
+    from glm5_text import Glm5NextTextLM
+
+    AutoModelForCausalLM.register(Glm5NextTextLM.config_class, Glm5NextTextLM, exist_ok=True)  # likewise
 
 
 def settings(**keys: object) -> dict[str, object]:

@@ -40,7 +40,9 @@ def store_of(parts: EngineParts, pages: KVCache, slots: SlotMemory) -> StateStor
     layout, count = layout_of(parts), parts.plan.num_window_pages
     windows, pool = WindowPages(layout, count) if count else None, SlotPool(slots) if layout.slot_bytes else None
     if pool is not None and parts.leader is not None:
-        pool.on_copy = parts.leader.lists.copied
+        pool.on_copy.append(parts.leader.lists.copied)
+    if pool is not None and parts.begin_step is not None:
+        pool.on_copy.append(parts.begin_step.slot_copied)
     return StateStore(layout, pages, pool, windows)
 
 

@@ -32,3 +32,10 @@ class KernelBatch(Protocol):
     def sure(self) -> Tensor | None: ...  # int32 [S]
     @property
     def windowed(self) -> KernelBatch: ...  # in the pages of layers that see a window
+
+
+class TokenBatch(KernelBatch, Protocol):
+    """Rows with the tokens that they are."""
+
+    @property
+    def input_ids(self) -> Tensor: ...  # int64 [T]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -167,6 +167,26 @@ class MLP(Protocol):
 
 
 Lookup = Callable[[Tensor], Tensor]  # ids [T] -> rows [T, columns] of a table
+
+
+@runtime_checkable
+class StoredTable(Protocol):
+    """A `Lookup` whose rows can be read as they are stored."""
+
+    @property
+    def row_bytes(self) -> int: ...
+    @property
+    def anywhere(self) -> bool: ...  # `decode` takes rows on any device
+
+    def read_into(self, numbers: Tensor, rows: Tensor) -> None:
+        """Rows of these numbers, int64 [n], to uint8 [n, row_bytes], contiguous. Raises CheckpointError where one
+        cannot be read."""
+        ...
+
+    def decode(self, rows: Tensor) -> Tensor:
+        """uint8 [n, row_bytes] -> numbers [n, columns], of the stored type or float32."""
+        ...
+
 
 Step = Callable[[Tensor, Any], Tensor]  # of an input and its batch
 

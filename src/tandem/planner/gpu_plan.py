@@ -218,10 +218,10 @@ def step_rows(request: MemoryRequest, tokens: int) -> int:
 def scratch_bytes(request: MemoryRequest, tokens: int = GPU_PREFILL_TOKENS) -> int:
     """That layers share. tokens: of a step, if nothing was asked."""
     context, rows = wanted_context(request)[0], step_rows(request, tokens)
-    hyper, hidden, kinds = request.model.layers[0].hyper, request.model.hidden, set(request.model.mixers)
-    streams = 0 if hyper is None else hyper.streams
-    size = StepSize(rows, context, request.max_running_requests)
-    return max((cost_of(each).scratch_bytes(size, hidden, streams) for each in kinds), default=0)
+    hyper, hidden, kinds = request.model.layers[0].hyper, request.model.hidden, set(request.model.bodies)
+    size, streams = StepSize(rows, context, request.max_running_requests), 0 if hyper is None else hyper.streams
+    mixed = 0 if hyper is None else cost_of(hyper).scratch_bytes(size, hidden, streams)
+    return mixed + max((cost_of(each).scratch_bytes(size, hidden, streams) for each in kinds), default=0)
 
 
 def decode_sums_bytes(model: ModelConfig, rows: int) -> int:

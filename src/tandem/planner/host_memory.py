@@ -44,6 +44,8 @@ class HostShare:
     drafts: int = 0  # a draft layer's experts that are in CPU memory
     routed_bytes: int | None = None  # of the routed experts in CPU memory; None: all layers' are alike
     embedding_bytes: int = 0  # of the table whose rows a GPU reads there
+    table_bytes: int = 0  # of tables that are read by row, in memory
+    token_row_bytes: int = 0  # of their rows that a token reads
 
     @property
     def graph_tokens(self) -> int:
@@ -62,6 +64,8 @@ class HostMemory:
     inputs: int  # pinned, of graphs
     graphs: int  # the driver's
     embedding: int = 0  # pinned
+    tables: int = 0
+    rows: int = 0  # pinned: a step's rows of tables, and those of each graph
 
     @property
     def total(self) -> int:
@@ -85,8 +89,10 @@ def host_memory(model: ModelConfig, share: HostShare) -> HostMemory:
     )
     graphs = GRAPH_BYTES if share.graph_sizes else 0
     embedding = pinned_bytes(share.embedding_bytes) if share.embedding_bytes else 0
+    rows = sum(pinned_bytes(n * share.token_row_bytes) for n in (share.step_tokens, *share.graph_sizes))
+    last = embedding, share.table_bytes, rows if share.token_row_bytes else 0
     if ram_experts <= 0:
-        return HostMemory(0, 0, 0, 0, inputs, graphs, embedding)
+        return HostMemory(0, 0, 0, 0, inputs, graphs, *last)
     packed = ram_experts * share.expert_bytes
     if share.routed_bytes is not None:
         packed = share.routed_bytes + share.drafts * share.expert_bytes
@@ -94,7 +100,7 @@ def host_memory(model: ModelConfig, share: HostShare) -> HostMemory:
     return HostMemory(
         (0 if share.in_place else packed) + model.expert_bias_bytes, spare * share.expert_bytes,
         share.workers * SCRATCH_BYTES_PER_WORKER, _handoff_bytes(model.expert_channels, share), inputs, graphs,
-        embedding,
+        *last,
     )  # fmt: skip
 
 
@@ -134,7 +140,8 @@ def pinned_bytes(nbytes: int) -> int:
 _HOST_WORDS = {
     "experts": "packed experts in CPU memory", "spare": "places for experts that move", "scratch": "of the threads",
     "handoff": "pinned, between GPU and CPU", "inputs": "pinned, of CUDA graphs", "graphs": "CUDA graphs, the driver's",
-    "embedding": "pinned, whose rows the GPU reads",
+    "embedding": "pinned, whose rows the GPU reads", "tables": "of n-grams, read by row",
+    "rows": "pinned, of tables, that a step reads",
 }  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from tandem.planner.choices.left_to_ram import expert_bytes
 from tandem.planner.choices.live_placement import check_wish
 from tandem.planner.choices.shared_experts import why_apart
 from tandem.planner.choices.speculation import most_draft_tokens, speculation, speculation_texts
-from tandem.planner.choices.tables import IN_RAM, table_bytes, table_text, where_tables
+from tandem.planner.choices.tables import IN_RAM, table_bytes, table_text, token_row_bytes, where_tables
 from tandem.planner.choices.threads import ThreadPlan, plan_threads
 from tandem.planner.expert_format import dense_choice, dtype_of, stored_or_asked
 from tandem.planner.expert_sizes import expert_sizes
@@ -153,8 +153,11 @@ def _beside_gpu(
     """pages: of the longest sequence; tables: kinds of pages."""
     fused, each = _fuse_shared(request, True, []), expert_bytes(request)
     share = host_share(request.model, gpu, each, workers, step_tokens, pages, fused, request.experts_in_place)
-    routed_bytes = expert_sizes(request).ram_bytes(gpu.experts)
-    return host_memory(request.model, replace(share, tables=tables, routed_bytes=routed_bytes))
+    rows, routed_bytes = token_row_bytes(request.model, request.stored), expert_sizes(request).ram_bytes(gpu.experts)
+    share = replace(
+        share, tables=tables, table_bytes=request.table_bytes, token_row_bytes=rows, routed_bytes=routed_bytes
+    )
+    return host_memory(request.model, share)
 
 
 def _notices(wish: PlanRequest, device: Device, gpu: GpuPlan | None) -> list[str]:

@@ -62,7 +62,8 @@ UNQUANTISED = StoredFormats()
 @dataclass(frozen=True, slots=True)
 class RowTable:
     """A third kind of weight: rows that are read one by one, by numbers that token ids alone decide. It is neither
-    packed nor rounded, and no GPU has a copy."""
+    packed nor rounded, and no GPU has a copy. reads: rows that a token reads."""
 
     rows: int
     width: int
+    reads: int = 1

@@ -30,7 +30,13 @@ from tandem.kernels.step_rows import step_rows
 from tandem.mechanisms.channel_delta.torch import ChannelGates, ChannelWeights
 from tandem.mechanisms.delta_net.shape import DeltaRule
 from tandem.mechanisms.delta_net.torch import DeltaState, DeltaWeights, Product
+from tandem.mechanisms.gated_streams.shape import GatedStreams
+from tandem.mechanisms.gated_streams.torch import GatedWeights, ReturningRows, Shares
 from tandem.mechanisms.latent.absorbed import LatentSizes, LatentWeights
+from tandem.mechanisms.mean_index.shape import MeanIndex
+from tandem.mechanisms.mean_index.torch import MeanWeights
+from tandem.mechanisms.ngrams.shape import Ngram
+from tandem.mechanisms.ngrams.torch import Hashes, NgramWeights
 from tandem.mechanisms.recurrence.tokens import RecurrentTokens
 from tandem.mechanisms.recurrence.torch import Taps
 from tandem.mechanisms.router.shape import Router
@@ -40,6 +46,8 @@ from tandem.mechanisms.shared_kv.weights import PoolWeights, SharedKvWeights
 from tandem.mechanisms.state_space.torch import SpaceInputs, SpaceWeights
 from tandem.mechanisms.streams.shape import Hyper
 from tandem.mechanisms.streams.torch import HyperWeights, Leaving, RowNorm, StreamMix
+from tandem.mechanisms.token_index.pooled import KeyPoolWeights as IndexPoolWeights
+from tandem.mechanisms.token_index.pooled import PooledKeys
 from tandem.mechanisms.token_index.shape import Index
 from tandem.mechanisms.token_index.torch import IndexWeights
 from tandem.models.batch import ForwardBatch
@@ -47,6 +55,8 @@ from tandem.models.passing import Pass
 from tandem.spec.activation import Activation, ActivationKind
 from tandem.spec.norm import Norm
 from tandem.spec.rope import Rope as RopeShape
+from tandem.spec.rope import still
+from tandem.spec.stored import RowTable
 
 if HAS_TRITON and not INTERPRETED:
     import triton
@@ -612,3 +622,80 @@ def test_gated_delta_nets(card: Compiler, ops: GpuOps, model: str) -> None:
     once = dict.fromkeys(("convolve", "keep", "within", "walk", "gated_norm"), 1)
     # gates that are there, and that it makes; rows that decode or guess, and what prompts go on from
     assert counts == {**once, "_step": 2, "_verify": 2}
+
+
+POOLED_SPANS = [
+    ([(99, 100)], 1), ([(9000, 9001)] * 3, 3), ([(40000, 40001)], 1), ([(2040, 2041), (2000, 2130)], 1),
+    ([(2990, 3010), (0, 5)], 0), ([(99, 100)] * 17 + [(5000, 5300)], 17),
+]  # fmt: skip
+
+
+@compiled_by("card", (HOPPER, LEAST), "heads", [32], others=(80, 89, 100, 120))
+def test_pools_of_latents_that_do_not_turn(card: Compiler, ops: GpuOps, heads: int) -> None:
+    """GLM-5.3-Flash's widths: rows that decode and chunks, with a choice and without, each kernel once."""
+    shape, sizes = Index(heads, 128, 2048, still(0), pool=4), LatentSizes(64, 256, 0, 512, 256)
+    index = ops.bound(shape, IndexPoolWeights(torch.ones(128), torch.ones(128), torch.ones(4, 128)))
+    keys, values = torch.zeros(64, 512, 256).bfloat16(), torch.zeros(64, 256, 512).bfloat16()
+    rope = RopeTables(torch.zeros(50000, 0), torch.zeros(50000, 0))
+    layer = ops.bound(sizes, LatentWeights(keys, values, torch.ones(512).bfloat16(), 1e-5, rope, 0.1))
+    for spans, single in POOLED_SPANS:
+        tables, pages = random_tables(len(spans), max(end for _, end in spans))
+        batch = replace(make_batch(spans, tables), single_rows=single)
+        rows, latents = len(batch.positions), torch.zeros(pages, PAGE, 1, 512).bfloat16()
+        ring = torch.zeros(len(spans) + 1, 4, 256).bfloat16()
+        cache = PooledKeys(latents, ring, torch.zeros(pages, PAGE // 4, 1, 128).bfloat16())
+        q, raw = torch.zeros(rows, heads * 128).bfloat16(), torch.zeros(rows, 256).bfloat16()
+        chosen = index(q, raw, torch.zeros(rows, heads), Pass(batch, torch.empty(0)), cache)
+        x = torch.zeros(rows, 64 * 256).bfloat16()
+        layer(x, torch.zeros(rows, 512).bfloat16(), batch, latents, chosen)
+    counts = {name: len(variants) for name, variants in card.variants.items()}
+    # rows that are sequences of their own, and rows of owners
+    assert (counts["_enter"], counts["_close"], counts["_spread_pools"], counts["_token_scores"]) == (2, 2, 2, 2)
+    assert (counts["_turn"], counts["_spread"], counts["_prompt"]) == (1, 1, 2)
+
+
+@compiled_by("card", (HOPPER, LEAST), "heads", [24], others=(80, 89, 100, 120))
+def test_chosen_rows_of_grouped_queries(
+    card: Compiler, ops: GpuOps, monkeypatch: pytest.MonkeyPatch, heads: int
+) -> None:
+    """Qwen3.8-Flash-Next's widths: blocks of tokens with their keys' mean, and attention over a choice."""
+    monkeypatch.setattr(attention_decode, "shared_bytes", lambda device: card.shared_bytes)
+    shape = MeanIndex(4, 128, 2048, RopeShape(1e7, 64), Norm(1e-6), 4)
+    index = ops.bound(shape, MeanWeights(torch.ones(128), torch.ones(128), *torch.zeros(2, 50000, 32)))
+    for spans, single in POOLED_SPANS:
+        tables, pages = random_tables(len(spans), max(end for _, end in spans))
+        batch = replace(make_batch(spans, tables), single_rows=single)
+        rows, (k, v) = len(batch.positions), torch.zeros(2, pages, PAGE, 2, 256).bfloat16()
+        ring, keys = torch.zeros(len(spans) + 1, 4, 128).bfloat16(), torch.zeros(pages, PAGE // 4, 1, 128).bfloat16()
+        q, raw = torch.zeros(rows, 4 * 128).bfloat16(), torch.zeros(rows, 128).bfloat16()
+        chosen = index(q, raw, Pass(batch, torch.empty(0)), PooledKeys(k, ring, keys))
+        if chosen is not None:
+            index.attend(torch.zeros(rows, heads, 256).bfloat16(), k, v, chosen, 0.1)
+    counts = {name: len(variants) for name, variants in card.variants.items()}
+    assert (counts["_enter"], counts["_close_means"], counts["_spread_pools"]) == (2, 2, 2)
+    assert counts["_merge"] == 1 and counts["_decode"] <= 2  # few rows, and many
+
+
+@compiled_by("card", (HOPPER, LEAST), "streams", [4], others=(80, 89, 100, 120))
+def test_streams_that_pass_gates(card: Compiler, ops: GpuOps, streams: int) -> None:
+    """Qwen3.8-Flash-Next's widths: gated streams, and what n-grams add to them, each kernel once for any rows."""
+    hidden, rank = 2560, 320
+    shape, wide = GatedStreams(streams, rank), streams * hidden
+    down, up = ops.linear(torch.zeros(rank + streams, wide)), ops.linear(torch.zeros(wide, rank))
+    mix = ops.bound(shape, GatedWeights(down, up, True))
+    ngram = Ngram(3, 8, RowTable(3200, 160), 4, streams, hidden, 5, Norm(1e-6))
+    hashes = Hashes(torch.ones(3, dtype=torch.int64), *torch.ones(2, 16, dtype=torch.int64))
+    floats = *torch.ones(2, wide), torch.ones(4, wide)
+    ngrams = ops.bound(ngram, NgramWeights(hashes, torch.zeros_like, *floats, mix, 8))
+    for batch in batches():
+        rows, step = len(batch.positions), Pass(batch, torch.empty(0))
+        x, y = torch.zeros(rows, streams, hidden).bfloat16(), torch.zeros(rows, hidden).bfloat16()
+        leaving = ReturningRows(y, Shares(torch.zeros(rows, streams).bfloat16()))
+        mix.advanced(x, leaving, torch.ones(wide), 1e-6)
+        mix.normed(x, torch.ones(wide), 1e-6)
+        projected, ring = torch.zeros(rows, wide + hidden).bfloat16(), torch.zeros(20, 12, wide).bfloat16()
+        ngrams.additions(projected, x, step.rows, ring)
+    counts = {name: len(variants) for name, variants in card.variants.items()}
+    # with a result that joins, and without; rows that are sequences of their own, and others
+    assert counts["_join"] == 2 and (counts["_take"], counts["_activate"], counts["_mean"]) == (1, 1, 1)
+    assert (counts["_give"], counts["_convolve"]) == (2, 2)

@@ -133,9 +133,8 @@ def _ngram(keys: JsonKeys, at: int, streams: int, norm: Norm) -> Ngram:
     if keys.size("vocab_size", 248320) > MOST_VOCAB:
         raise ConfigError(f"{keys.where}: vocab_size {keys['vocab_size']} is more than n-grams take, {MOST_VOCAB}")
     taps = positive(keys, "ple_conv_kernel_size", keys.optional("ple_conv_kernel", 4))
-    return Ngram(
-        longest, heads, RowTable(_rows(keys, at, hashes), width // hashes), taps, streams, hidden, stop[0], norm
-    )
+    table = RowTable(_rows(keys, at, hashes), width // hashes, hashes)
+    return Ngram(longest, heads, table, taps, streams, hidden, stop[0], norm)
 
 
 def _rows(keys: JsonKeys, at: int, hashes: int) -> int:

@@ -33,10 +33,11 @@ def ignored(_: int) -> None:
 
 
 class RowReader(Protocol):
-    """Rows of a table by their numbers."""
+    """Bytes of a table's rows by their numbers."""
 
-    def __call__(self, numbers: Tensor) -> Tensor:
-        """int64 [n] → uint8 [n, row bytes]. Raises CheckpointError naming the file where a row cannot be read."""
+    def read_into(self, numbers: Tensor, rows: Tensor) -> None:
+        """int64 [n] → uint8 [n, row bytes], contiguous. Raises CheckpointError naming the file where a row cannot be
+        read."""
         ...
 
 
@@ -94,8 +95,8 @@ class RowsInMemory:
             for nbytes in threads.map(lambda part: _read_part(files, whole, *part), parts):
                 progress(nbytes)
 
-    def __call__(self, numbers: Tensor) -> Tensor:
-        return self._rows.index_select(0, numbers)
+    def read_into(self, numbers: Tensor, rows: Tensor) -> None:
+        torch.index_select(self._rows, 0, numbers, out=rows)
 
 
 def _huge(nbytes: int) -> Tensor:
@@ -146,12 +147,9 @@ class RowsInPageCache:
             with suppress(OSError):
                 os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
 
-    def __call__(self, numbers: Tensor) -> Tensor:
-        rows = torch.empty((len(numbers), self._row), dtype=torch.uint8)
-        whole = _bytes_of(rows)
-        missing = [row for row in self._requests(numbers, whole) if not self._cached(row)]
+    def read_into(self, numbers: Tensor, rows: Tensor) -> None:
+        missing = [row for row in self._requests(numbers, _bytes_of(rows)) if not self._cached(row)]
         _all(self._threads, self._read, missing)
-        return rows
 
     def _requests(self, numbers: Tensor, whole: memoryview) -> Iterable[RowRead]:
         for i, (file, begin) in enumerate(self._files.places(numbers)):
@@ -191,12 +189,10 @@ class RowsOnDisk:
             why = "reads past the page cache may not be possible there: take --tables map"
             raise CheckpointError(f"{error}; {why}") from error
 
-    def __call__(self, numbers: Tensor) -> Tensor:
-        rows = torch.empty((len(numbers), self._row), dtype=torch.uint8)
+    def read_into(self, numbers: Tensor, rows: Tensor) -> None:
         for first in range(0, len(numbers), ROWS_AT_ONCE):
             part = slice(first, first + ROWS_AT_ONCE)
             self._read_all(numbers[part], _bytes_of(rows[part]))
-        return rows
 
     def _read_all(self, numbers: Tensor, to: memoryview) -> None:
         blocks = memoryview(mmap.mmap(-1, len(numbers) * self._each))  # begins at a page's border
@@ -218,15 +214,28 @@ class RowsOnDisk:
         to[:] = blocks[begin - first : last]
 
 
-def lookup_of(stored: StoredRows, where: str, progress: Callable[[int], None]) -> Callable[[Tensor], Tensor]:
-    """Numbers, int64 [n] → rows [n, width]. where: as `--tables`. progress: is told of bytes that were read into
-    memory."""
+class TableRows:
+    """Rows of a table by their numbers: int64 [n] → [n, width]."""
+
+    def __init__(self, stored: StoredRows, reader: RowReader) -> None:
+        """Raises CheckpointError where a row cannot be read, later."""
+        self.row_bytes, self.anywhere, self.decode = stored.row_bytes, stored.anywhere, stored.decode
+        self.read_into = reader.read_into
+
+    def __call__(self, numbers: Tensor) -> Tensor:
+        rows = torch.empty((len(numbers), self.row_bytes), dtype=torch.uint8)
+        self.read_into(numbers, rows)
+        return self.decode(rows)
+
+
+def lookup_of(stored: StoredRows, where: str, progress: Callable[[int], None]) -> TableRows:
+    """Rows of a table. where: as `--tables`. progress: is told of bytes that were read into memory."""
     reader: RowReader
     if where == "ram":
         reader = RowsInMemory(stored, progress)
     else:
         reader = RowsOnDisk(stored) if where == "disk" else RowsInPageCache(stored)
-    return lambda numbers: stored.decode(reader(numbers))
+    return TableRows(stored, reader)
 
 
 def _all(threads: ThreadPoolExecutor, do: Callable[[T], None], items: list[T]) -> None:

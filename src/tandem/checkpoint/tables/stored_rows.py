@@ -35,12 +35,13 @@ class RowRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """A table as its files have it. name: for messages."""
+    """A table as its files have it. name: for messages; anywhere: `decode` takes rows on any device."""
 
     name: str
     pieces: tuple[RowRange, ...]
     row_bytes: int
     decode: Decode
+    anywhere: bool = False
 
     @property
     def rows(self) -> int:
@@ -70,7 +71,7 @@ def stored_rows(tensors: MappedTensors, module: str, shape: tuple[int, int]) -> 
         RowRange(part.file, tensors.byte_range(name)[0], part.shape[0]) for name, part in zip(names, parts, strict=True)
     )
     dtype = TORCH_DTYPES[parts[0].dtype]
-    return StoredRows(module, pieces, shape[1] * dtype.itemsize, _decode(tensors, module, parts[0], dtype))
+    return StoredRows(module, pieces, shape[1] * dtype.itemsize, _decode(tensors, module, parts[0], dtype), True)
 
 
 def stored_tables(tensors: MappedTensors) -> StoredFormat:
@@ -109,12 +110,12 @@ def _decode(tensors: MappedTensors, module: str, part: TensorPart, dtype: torch.
     name = f"{module}.weight_scale"
     if name not in tensors:
         raise part.wrong(f"is stored as {part.dtype}, but {name} is missing")
-    return partial(_scaled, scale=tensors.get(name, (1,)).float())
+    return partial(_scaled, scale=float(tensors.get(name, (1,))))
 
 
 def _viewed(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return rows.view(dtype)
 
 
-def _scaled(rows: Tensor, scale: Tensor) -> Tensor:
+def _scaled(rows: Tensor, scale: float) -> Tensor:
     return rows.view(torch.float8_e4m3fn).float() * scale

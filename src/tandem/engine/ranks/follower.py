@@ -21,7 +21,7 @@ class Follower:
     def __init__(self, parts: EngineParts) -> None:
         """parts: of `load_rank`."""
         plan = parts.plan
-        self._states = states_of(parts)
+        self._states, self._begin_step = states_of(parts), parts.begin_step
         self._runner, self._group = runner_of(parts, self._states.arrays), parts.group
         self._warm = _nothing_to_warm if plan.gpu is None else _warming(self._runner, parts)
         self._mirror = Mirror(-(-plan.context_length // plan.page_size))
@@ -30,6 +30,8 @@ class Follower:
         """Raises RankLost where another rank did not answer."""
         for source, target in step.copies:
             self._states.slots[target].copy_(self._states.slots[source])
+            if self._begin_step is not None:
+                self._begin_step.slot_copied(source, target)
         if step.settled is not None:
             self._runner.settled(step.settled)
         chunks = cast(list[Chunk], self._mirror.chunks(step))  # as far as a batch asks

@@ -50,7 +50,8 @@ def _chains(parts: EngineParts, states: StateArrays) -> Chains:
         run = on_cpu(model, states.arrays)
         return PassByPass(run, plan.page_size) if block is None else AtOnce(run, plan.page_size, SEQUENCES_AT_ONCE)
     at_once = 0 if block is None else max(1, min(SEQUENCES_AT_ONCE, parts.handoff.sizes.tokens // block.size))
-    drafts = GpuDrafts(model, states.arrays, parts.handoff, parts.begin_step or nothing_begins, at_once)
+    begin_step = nothing_begins if parts.begin_step is None else parts.begin_step.of_drafts
+    drafts = GpuDrafts(model, states.arrays, parts.handoff, begin_step, at_once)
     most = max(plan.draft_tokens, 0 if block is None else block.size - 1)
     pages, rows = -(-plan.context_length // plan.page_size), ROWS_OF_EACH * (1 + plan.draft_tokens)
     shapes = [

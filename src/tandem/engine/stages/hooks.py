@@ -33,7 +33,15 @@ class StagedStart:
 
     def _begin_ops(self, batch: ForwardBatch, captured: bool) -> None:
         for ops in self._ops:
+            ops.find_rows(batch, captured)
             ops.begin_step(batch, captured)
+
+    def of_drafts(self, batch: ForwardBatch, captured: bool) -> None:
+        """Stages have no draft layer."""
+
+    def slot_copied(self, source: int, target: int) -> None:
+        for table in (table for ops in self._ops for table in ops.tables):
+            table.copied(source, target)
 
     def load_kernels(self, batch: ForwardBatch, streamed: Sequence[int]) -> None:
         self._begin_ops(batch, False)

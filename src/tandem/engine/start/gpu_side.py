@@ -215,7 +215,12 @@ class StepStart:
         self._live = live
 
     def __call__(self, batch: ForwardBatch, captured: bool) -> None:
-        """Beside a pass only graphs are replayed, for which nothing is prepared where passes can be."""
+        """Beside a pass only graphs are replayed, for which only rows of tables are prepared where passes can be."""
+        self._ops.find_rows(batch, captured)
+        self.of_drafts(batch, captured)
+
+    def of_drafts(self, batch: ForwardBatch, captured: bool) -> None:
+        """As a call, for a draft layer: its rows are other tokens, and no sequence goes on from them."""
         if self._held:
             return
         self._ops.begin_step(batch, captured)
@@ -224,6 +229,7 @@ class StepStart:
 
     def load_kernels(self, batch: ForwardBatch, streamed: Sequence[int]) -> None:
         """As a call for a step kernel by kernel, in which the experts of these layers travel, and no others."""
+        self._ops.find_rows(batch, False)
         self._ops.begin_step(batch, False)
         if self._stream is not None:
             self._stream.begin_only(len(batch.input_ids), streamed)
@@ -235,6 +241,7 @@ class StepStart:
         """The ring is the pass's: no graph of a step uses it. Experts stay where they are until `release`."""
         if self._live is not None:
             self._live.hold()
+        self._ops.find_rows(batch, False)
         self._ops.begin_step(batch, False, beside=True)
         if self._stream is not None:
             self._stream.begin(len(batch.input_ids), layers=Layers.SPLIT if split else Layers.WHOLE)
@@ -245,6 +252,10 @@ class StepStart:
         self._held = False
         if self._live is not None:
             self._live.release()
+
+    def slot_copied(self, source: int, target: int) -> None:
+        for table in self._ops.tables:
+            table.copied(source, target)
 
     def replayable(self, split: bool = False) -> bool:
         return split or self._stream is None or self._stream.holds_layers

@@ -18,7 +18,7 @@ class SlotPool:
     def __init__(self, memory: SlotMemory) -> None:
         """memory: uint8 [slots, bytes of one]."""
         self._memory = memory
-        self.on_copy: Callable[[int, int], None] = lambda source, target: None
+        self.on_copy: list[Callable[[int, int], None]] = []
         self._folded = [0] * len(memory)  # tokens that a copy's folds hold
         self._free = list(range(len(memory) - 1, 0, -1))
         self._snapshots: OrderedDict[int, int] = OrderedDict()  # page → slot
@@ -46,7 +46,8 @@ class SlotPool:
     def copy(self, source: int, target: int, folded: int) -> None:
         """folded: tokens that the folds in `source` hold."""
         self._memory[target].copy_(self._memory[source], non_blocking=True)
-        self.on_copy(source, target)
+        for copied in self.on_copy:
+            copied(source, target)
         self._folded[target] = folded
 
     def keep(self, page: int, slot: int) -> None:

@@ -64,6 +64,14 @@ class StepHooks(Protocol):
         """As `BeginStep`."""
         ...
 
+    def of_drafts(self, batch: ForwardBatch, captured: bool) -> None:
+        """As a call, for a draft layer."""
+        ...
+
+    def slot_copied(self, source: int, target: int) -> None:
+        """A sequence's slot became another's copy."""
+        ...
+
     def load_kernels(self, batch: ForwardBatch, streamed: Sequence[int]) -> None:
         """Before a step kernel by kernel, in which only the experts of these layers travel."""
         ...

@@ -54,9 +54,10 @@ def _decode(q, k_pages, v_pages, tables, lens, partial, stats, scale, window, ta
     HOP: tl.constexpr = STEP * PARTS
     table, room = tables + s * table_width, table_width * PAGE
     ahead = part * STEP + tl.arange(0, STEP)
+    begin(OVERLAP and PAGE == 1)  # the step itself may have chosen such rows
     page = tl.load(table + ahead // PAGE, ahead < room, other=0)
     n = tl.load(lens + s)
-    begin(OVERLAP)  # pages and lengths are there before a step starts
+    begin(OVERLAP and PAGE != 1)  # pages and lengths are there before a step starts
     first = tl.where(window > 0, tl.maximum(n - window, 0), 0)
     base = first // STEP * STEP
     if base + part * STEP >= n:
@@ -89,11 +90,13 @@ def _decode(q, k_pages, v_pages, tables, lens, partial, stats, scale, window, ta
 
 @triton.jit(do_not_specialize=["window"])
 def _merge(partial, stats, lens, sinks, out, window, HEADS: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr,
-           BLOCK: tl.constexpr, STEP: tl.constexpr, SINKS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+           PAGE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, SINKS: tl.constexpr,
+           OVERLAP: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     part, d = tl.arange(0, PARTS), tl.arange(0, BLOCK)
+    begin(OVERLAP and PAGE == 1)
     n = tl.load(lens + row // HEADS)
-    begin(OVERLAP)
+    begin(OVERLAP and PAGE != 1)
     first = tl.where(window > 0, tl.maximum(n - window, 0), 0)
     used = part < tl.cdiv(n - first // STEP * STEP, STEP)  # the others have written nothing
     at = row * PARTS + part
@@ -136,10 +139,10 @@ def decode(
     few = rows * kv_heads < MANY_HEADS and _block_bytes(block, STAGES) <= shared_bytes(q.device)
     partial = q.new_empty((rows, heads, PARTS, value), dtype=torch.float32)
     stats = q.new_empty((rows, heads, PARTS, 2), dtype=torch.float32)
-    shared = {"HEADS": heads, "PARTS": PARTS, "STEP": STEP, **overlapped(q.device)}
+    shared = {"HEADS": heads, "PARTS": PARTS, "STEP": STEP, "PAGE": page, **overlapped(q.device)}
     _decode[(rows, kv_heads, PARTS)](
         q, *pages, tables, lens, partial, stats, scale * LOG2_E, window,
-        tables.shape[1], KV_HEADS=kv_heads, DIM=dim, VALUE=value, PAGE=page,
+        tables.shape[1], KV_HEADS=kv_heads, DIM=dim, VALUE=value,
         ROWS=max(16, triton.next_power_of_2(heads // kv_heads)), BLOCK=block, VALUE_BLOCK=values,
         PRECISION="ieee" if q.dtype is torch.float32 else "tf32", **shared,
         num_warps=4, num_stages=STAGES if few else STAGES - 1,

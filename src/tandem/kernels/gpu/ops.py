@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.reference import decoded
-from tandem.kernels.batch_layout import KernelBatch
+from tandem.kernels.batch_layout import KernelBatch, TokenBatch
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.gpu import dense_codes, mlp, norm
 from tandem.kernels.gpu import rope as rotation
@@ -44,6 +44,16 @@ from tandem.spec.activation import SILU, Activation
 LOOKUP_ROWS, LOOKUP_THREADS = 1 << 12, 8  # of a table, found at a time by each of so many threads
 
 
+class StepTable(Protocol):
+    """A table that is read by row, on the host before a step."""
+
+    def begin(self, batch: TokenBatch, captured: bool) -> None: ...
+
+    def copied(self, source: int, target: int) -> None:
+        """One sequence's slot becomes another's copy."""
+        ...
+
+
 class GpuOps:
     """`Ops` on `device`; `cpu` packs expert weights and runs the experts that stay in CPU memory."""
 
@@ -64,7 +74,14 @@ class GpuOps:
             self._attention.pausable
         )  # a pass may stop between two layers while graphs are replayed
         self.warm: set[object] = set()  # shapes whose kernels for prompts are compiled
+        self.tables: list[StepTable] = []  # of which steps read rows
         self._step, self.fixed = StepKind(each_row=deterministic), deterministic
+
+    def find_rows(self, batch: TokenBatch, captured: bool) -> None:
+        """Rows of tables that the tokens of a batch in host memory name, before its layers run. captured: as a graph.
+        Raises CheckpointError where one cannot be read."""
+        for table in self.tables:
+            table.begin(batch, captured)
 
     def begin_step(self, batch: KernelBatch, captured: bool, beside: bool = False) -> None:
         """As `AttentionBackend.begin`. beside: graphs may run beside it."""

@@ -28,8 +28,6 @@ class Cost(cost.Cost[DeltaRule]):
 
     def why_no_gpu(self) -> str:
         s = self.shape
-        if s.gate != "silu":
-            return "there are no GPU kernels for gated delta nets whose gate is a sigmoid"
         if s.padded_head > MAX_DELTA_HEAD:  # its memory fits in no registers
             return f"heads of gated delta nets may have 128 x 256 channels on a GPU, not {s.k_dim} x {s.v_dim}"
         return super().why_no_gpu()

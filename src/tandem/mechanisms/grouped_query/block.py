@@ -69,10 +69,11 @@ class Attention:
         q = self.ops.rope_store(qkv, self.rope, batch, k_pages, v_pages, s.heads, norms)
         if self.turned is not None:
             q = q * self.turned
-        if self.choice is None:
+        chosen = None if self.choice is None else self.choice(x, p, states)
+        if self.choice is None or chosen is None:
             attended = self.ops.attention(q, k_pages, v_pages, batch, s.scale, s.window, self.sinks)
         else:
-            attended = self.choice.index.attend(q, k_pages, v_pages, self.choice(x, p, states), s.scale)
+            attended = self.choice.index.attend(q, k_pages, v_pages, chosen, s.scale)
         if self.own_gate is not None:
             attended = self._own_gated(attended, self.own_gate(x))
         return self.out(self.ops.gated(attended, self._gates(qkv)) if s.gate else attended)

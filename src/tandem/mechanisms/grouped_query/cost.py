@@ -38,7 +38,12 @@ class Cost(cost.Cost[Gqa]):
         return (self.shape.rope,) if index is None else (self.shape.rope, *cost_of(index).ropes)
 
     def scratch_bytes(self, step: StepSize, hidden: int, streams: int) -> int:
-        return gqa_scratch_bytes(self.shape, step)
+        """Rows that choose have their results beside what an index takes; sums are those of rows that decode."""
+        whole, index = gqa_scratch_bytes(self.shape, step), self.shape.index
+        if index is None:
+            return whole
+        own = cost_of(index).scratch_bytes(step, hidden, streams)
+        return max(whole, own + 2 * step.rows * self.shape.heads * self.shape.value_dim)
 
     def decode_sums_bytes(self, rows: int) -> int:
         """Once for graphs and once for other steps."""

@@ -60,8 +60,6 @@ class Cost(cost.Cost[Latent]):
         return 2.0 * (products * s.heads + pairs(rows, before, end) * s.scored_channels)
 
     def why_no_gpu(self) -> str:
-        if not self.shape.rope_dim:
-            return "the GPU kernels of latent attention need channels that turn"
         index = self.shape.index
         return super().why_no_gpu() or ("" if index is None else cost_of(index).why_no_gpu())
 

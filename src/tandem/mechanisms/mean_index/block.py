@@ -30,7 +30,7 @@ class BlockChoice:
     def reads(self) -> list[SureRead]:
         return sure_reads(self.projected)
 
-    def __call__(self, x: Tensor, p: Pass, cache: States) -> SelectedKeys:
+    def __call__(self, x: Tensor, p: Pass, cache: States) -> SelectedKeys | None:
         """x [T, hidden], normed; cache: of the layer, keys and values first."""
         (tokens, *_), (ring,), (keys,) = cache
         q, k = self.projected(x).split((self.shape.heads * self.shape.dim, self.shape.dim), 1)

@@ -33,11 +33,11 @@ class ChosenLayout:
 
 def layout_of(chosen: SelectedKeys) -> ChosenLayout:
     """Nothing is written, so it does not matter where to."""
-    count = len(chosen.counts)
+    count, device = len(chosen.counts), chosen.counts.device
     return ChosenLayout(
-        positions=chosen.counts.long() - 1, cache_slots=torch.zeros(count, dtype=torch.int64),
-        query_starts=torch.arange(count + 1, dtype=torch.int32), seq_lens=chosen.counts, block_tables=chosen.rows,
-        slots=torch.zeros(count, dtype=torch.int32), single_rows=count,
+        positions=chosen.counts.long() - 1, cache_slots=torch.zeros(count, dtype=torch.int64, device=device),
+        query_starts=torch.arange(count + 1, dtype=torch.int32, device=device), seq_lens=chosen.counts,
+        block_tables=chosen.rows, slots=torch.zeros(count, dtype=torch.int32, device=device), single_rows=count,
     )  # fmt: skip
 
 

@@ -29,11 +29,11 @@ class MeanWeights(NamedTuple):
 class ChooseBlocks(Protocol):
     """An indexer behind its matrix."""
 
-    def __call__(self, q: Tensor, k: Tensor, step: StepContext, cache: PooledKeys) -> SelectedKeys:
+    def __call__(self, q: Tensor, k: Tensor, step: StepContext, cache: PooledKeys) -> SelectedKeys | None:
         """q [T, heads * dim] and k [T, dim], before norm and rotation → each row's choice. It has the tokens of the
-        blocks with the highest scores, and those behind the last whole block. Of equal scores the earliest count.
-        Scores are float32; a row's choice depends on its own sequence only, not on how that was cut. Of `cache` the
-        ring holds keys as they come."""
+        blocks with the highest scores, and those behind the last whole block. Of equal scores the earliest count. None:
+        all tokens up to itself, for every row. Scores are float32; a row's choice depends on its own sequence only, not
+        on how that was cut. Of `cache` the ring holds keys as they come."""
         ...
 
     def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, chosen: SelectedKeys, scale: float) -> Tensor:

@@ -7,9 +7,10 @@ from torch import Tensor
 from tandem.architectures.names import Names
 from tandem.errors import CheckpointError
 from tandem.kernels.ops import SureRead
-from tandem.mechanisms.gated_streams.block import WholeStreams, normed_each
+from tandem.mechanisms.gated_streams.block import whole_streams
+from tandem.mechanisms.gated_streams.torch import GatedMix
 from tandem.mechanisms.ngrams.shape import Ngram
-from tandem.mechanisms.ngrams.torch import Hashes, convolved, gated_values, hashed, last_ids
+from tandem.mechanisms.ngrams.torch import Hashes, Ngrams, NgramWeights
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.operator import TakesStreams
@@ -23,26 +24,30 @@ class NgramBlock(TakesStreams):
         """name: of the module that holds its own."""
         self.shape, self.ops, self.dtype, name = shape, b.ops, b.dtype, name + "."
         self.norm_name, self.norm_channels = f"{name}norm_query.weight", shape.channels
-        self.residual = WholeStreams(b.ops)
-        at = f"{name}ple_embedding."
-        self.hashes = Hashes(
+        self.residual = whole = whole_streams(b.ops, shape.streams)
+        sizes = [shape.channels, shape.hidden]
+        self.projected = b.linear([f"{name}key_proj", f"{name}value_proj"], sizes, shape.width)
+        self.ngrams: Ngrams = b.ops.bound(shape, self._weights(b, name, whole.mix))
+
+    def _weights(self, b: Builder, name: str, mix: GatedMix) -> NgramWeights:
+        shape, at = self.shape, f"{name}ple_embedding."
+        hashes = Hashes(
             b.whole_numbers(f"{at}layer_multipliers", shape.longest),
             b.whole_numbers(f"{at}ngram_heads_vocab_sizes", shape.hashes),
             b.whole_numbers(f"{at}ngram_heads_offsets", shape.hashes),
         )
-        self._check(b, at)
-        self.find = b.table(f"{at}ngram_embedding", shape.table)
-        sizes = [shape.channels, shape.hidden]
-        self.projected = b.linear([f"{name}key_proj", f"{name}value_proj"], sizes, shape.width)
-        self.key_norm, self.given_norm = (
+        self._check(b, hashes, at)
+        find = b.table(f"{at}ngram_embedding", shape.table)
+        key_norm, given_norm = (
             b.norm(f"{name}norm_{which}.weight", shape.norm, shape.channels) for which in ("key", "conv")
         )
         taps = b.float_tensor(f"{name}conv1d.weight", shape.channels, 1, shape.taps)
-        self.taps = b.ops.resident(taps[:, 0].T.contiguous())
+        taps = b.ops.resident(taps[:, 0].T.contiguous())
+        return NgramWeights(hashes, find, key_norm, given_norm, taps, mix, b.plan.max_step_tokens)
 
-    def _check(self, b: Builder, at: str) -> None:
+    def _check(self, b: Builder, hashes: Hashes, at: str) -> None:
         """Raises CheckpointError where numbers of rows would lie outside the table."""
-        rows, hashes = self.shape.table.rows, self.hashes
+        rows = self.shape.table.rows
         least = int(hashes.sizes.min()), int(hashes.offsets.min())
         empty = bool(hashes.sizes.any()) and least[0] < 1  # a trial, which reads no tensor, has zeros alone
         if empty or least[1] < 0 or int((hashes.offsets + hashes.sizes).max()) > rows:
@@ -53,15 +58,9 @@ class NgramBlock(TakesStreams):
 
     def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
         """x [T, n, hidden]: the streams, normed -> what each is given, [T, n, hidden]."""
-        s, ((ids,), (ring,)) = self.shape, states
-        rows = hashed(last_ids(p.batch.input_ids, p.rows, ids, s), self.hashes, s.heads)
-        entries = self.find(rows.flatten()).view(len(rows), s.width).to(self.dtype)
-        keys, values = self.projected(entries).split((s.channels, s.hidden), 1)
-        keys = normed_each(self.ops, keys.unflatten(1, (s.streams, s.hidden)), self.key_norm, s.norm.eps)
-        gated = gated_values(keys, x, values)
-        new = normed_each(self.ops, gated, self.given_norm, s.norm.eps).flatten(1)
-        mixed: Tensor = gated + convolved(new, p.rows, ring, self.taps, s.dilation).view(gated.shape)
-        return mixed
+        (ids,), (ring,) = states
+        entries = self.ngrams.entries(p.batch, p.rows, ids).to(self.dtype)
+        return self.ngrams.additions(self.projected(entries), x, p.rows, ring)
 
 
 def operator(b: Builder, index: int, names: Names, shape: Ngram) -> NgramBlock:

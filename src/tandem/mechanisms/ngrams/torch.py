@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.kernels.batch_layout import TokenBatch
 from tandem.kernels.gates import in_whole_vectors
+from tandem.kernels.ops import Lookup, Ops
 from tandem.kernels.step_rows import StepRows
+from tandem.mechanisms.gated_streams.torch import GatedMix
 from tandem.mechanisms.ngrams.shape import Ngram
 
 LEAST_GATE = 1e-6
@@ -23,6 +26,56 @@ class Hashes(NamedTuple):
     multipliers: Tensor
     sizes: Tensor
     offsets: Tensor
+
+
+class NgramWeights(NamedTuple):
+    """Hashes, where their rows are found, norms' weights float32 [n * hidden] of keys and of what is given, taps
+    float32 [taps, n * hidden]. mix: norms of all streams. rows: of a step, at most."""
+
+    hashes: Hashes
+    find: Lookup
+    key_norm: Tensor
+    given_norm: Tensor
+    taps: Tensor
+    mix: GatedMix
+    rows: int
+
+
+class Ngrams(Protocol):
+    """n-grams around their matrix."""
+
+    def entries(self, batch: TokenBatch, rows: StepRows, ids: Tensor) -> Tensor:
+        """[T, width]: the table's rows that each token's hashes name, side by side. ids [slots, R, 1]: a ring of the
+        last ids, where this machine keeps them so."""
+        ...
+
+    def additions(self, projected: Tensor, x: Tensor, rows: StepRows, ring: Tensor) -> Tensor:
+        """projected [T, n * hidden + hidden]: keys and values; x [T, n, hidden]: streams, normed → what each stream is
+        given, [T, n, hidden]. ring [slots, R, n * hidden]: what last tokens gave to the convolution."""
+        ...
+
+
+class TorchNgrams:
+    """`Ngrams` in torch, on the CPU."""
+
+    def __init__(self, shape: Ngram, weights: NgramWeights) -> None:
+        self._shape, self._weights = shape, weights
+
+    def entries(self, batch: TokenBatch, rows: StepRows, ids: Tensor) -> Tensor:
+        """As `Ngrams`, of the stored type or float32."""
+        s, w = self._shape, self._weights
+        numbers = hashed(last_ids(batch.input_ids, rows, ids, s), w.hashes, s.heads)
+        return w.find(numbers.flatten()).view(len(numbers), s.width)
+
+    def additions(self, projected: Tensor, x: Tensor, rows: StepRows, ring: Tensor) -> Tensor:
+        """As `Ngrams`."""
+        s, w = self._shape, self._weights
+        keys, values = projected.split((s.channels, s.hidden), 1)
+        keys = w.mix.normed(keys.unflatten(1, (s.streams, s.hidden)), w.key_norm, s.norm.eps)
+        gated = gated_values(keys, x, values)
+        new = w.mix.normed(gated, w.given_norm, s.norm.eps).flatten(1)
+        mixed: Tensor = gated + convolved(new, rows, ring, w.taps, s.dilation).view(gated.shape)
+        return mixed
 
 
 def last_ids(ids: Tensor, rows: StepRows, ring: Tensor, shape: Ngram) -> Tensor:
@@ -73,3 +126,7 @@ def _convolved(known: Tensor, at: Tensor, mask: Tensor, taps: Tensor) -> Tensor:
     for back in range(1, len(taps)):
         mixed += torch.where(mask[:, back, None], known[at[:, back]].float(), 0.0) * taps[-1 - back]
     return mixed
+
+
+def bound(ops: Ops, shape: Ngram, weights: NgramWeights) -> Ngrams:
+    return TorchNgrams(shape, weights)

@@ -35,7 +35,7 @@ class Cost(cost.Cost[SharedKv]):
         return (self.shape.rope,)
 
     def scratch_bytes(self, step: StepSize, hidden: int, streams: int) -> int:
-        return shared_kv_scratch_bytes(self.shape, streams, hidden, step)
+        return shared_kv_scratch_bytes(self.shape, step)
 
     @property
     def number_params(self) -> int:
@@ -62,13 +62,11 @@ class Cost(cost.Cost[SharedKv]):
         return Output("o_b_proj", self.shape.out_groups * self.shape.out_rank)
 
 
-def shared_kv_scratch_bytes(shape: SharedKv, streams: int, hidden: int, step: StepSize) -> int:
+def shared_kv_scratch_bytes(shape: SharedKv, step: StepSize) -> int:
     """Gathered keys twice in bfloat16 and in float32, an index's products three times. Of each row: queries as
-    projected and normed, results, and what turns of them in float32; streams before and after a block, and three times
-    in float32 while they mix. What grows with the context comes beside."""
+    projected and normed, results, and what turns of them in float32. What grows with the context comes beside."""
     row = 2 * 3 * shape.heads * shape.dim + 4 * 4 * shape.heads * shape.rope.dims
-    mixed = (2 * 2 + 3 * 4) * streams * hidden
-    return 9 * SHARED_KEY_BYTES + step.rows * (row + mixed) + _entry_bytes(shape, step)
+    return 9 * SHARED_KEY_BYTES + step.rows * row + _entry_bytes(shape, step)
 
 
 def _entry_bytes(shape: SharedKv, step: StepSize) -> int:

@@ -55,7 +55,7 @@ class PooledChoice:
     def reads(self) -> list[SureRead]:
         return sure_reads(self.query, self.keys, self.gates)
 
-    def __call__(self, x: Tensor, latent: Tensor, p: Pass, cache: Sequence[Arrays]) -> SelectedKeys:
+    def __call__(self, x: Tensor, latent: Tensor, p: Pass, cache: Sequence[Arrays]) -> SelectedKeys | None:
         """As `TokenChoice`'s."""
         (tokens,), (ring,), (keys,) = cache
         new_keys = self.keys(x)

@@ -23,10 +23,8 @@ class Cost(cost.Cost[Index]):
         return (self.shape.rope,)
 
     def scratch_bytes(self, step: StepSize, hidden: int, streams: int) -> int:
-        """Scores, half as much again for the lists of the best of them; turned queries, and choices."""
-        return 3 * SCORE_BYTES + step.rows * (2 * self.shape.heads * self.shape.dim + 4 * self.shape.budget)
-
-    def why_no_gpu(self) -> str:
-        if self.shape.pool > 1:
-            return "there are no GPU kernels for indexers whose keys stand for several tokens"
-        return super().why_no_gpu()
+        """Scores, half as much again for the lists of the best of them; turned queries, and choices. Where keys stand
+        for several tokens, the choice of keys and of tokens; keys and gates as they came and as they are kept."""
+        s = self.shape
+        pooled = 4 * (s.budget // s.pool + s.pool) + 3 * 2 * 2 * s.dim if s.pool > 1 else 0
+        return 3 * SCORE_BYTES + step.rows * (2 * s.heads * s.dim + 4 * s.budget + pooled)

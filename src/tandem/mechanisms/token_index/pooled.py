@@ -39,11 +39,11 @@ class PooledIndex(Protocol):
 
     def __call__(
         self, q: Tensor, raw_keys: Tensor, gates: Tensor, step: StepContext, cache: PooledKeys
-    ) -> SelectedKeys:
+    ) -> SelectedKeys | None:
         """q [T, heads * dim], raw_keys [T, 2 * dim]: a key, before its norm, and its gates; gates float32 [T, heads] →
         each row's choice: the tokens of the keys with the highest scores, of equal ones the earliest, and those behind
-        the last whole pool. Scores are float32; a row's choice depends on its own sequence only, not on how that was
-        cut."""
+        the last whole pool; None: all tokens up to itself, for every row. Scores are float32; a row's choice depends on
+        its own sequence only, not on how that was cut."""
         ...
 
 

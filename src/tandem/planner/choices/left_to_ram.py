@@ -58,7 +58,7 @@ def ram_needed(request: MemoryRequest, gpu_experts: int, drafts_there: bool, liv
         routed_bytes=expert_sizes(request).ram_bytes(gpu_experts), embedding_bytes=embedding,
     )  # fmt: skip
     host = host_memory(request.model, share)
-    return host.experts + host.spare + host.embedding
+    return host.experts + host.spare + host.embedding + request.table_bytes
 
 
 class WouldFit(Protocol):

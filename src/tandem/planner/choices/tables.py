@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from tandem.planner.memory import WANTED_CONTEXT, MemoryRequest, gib, wanted_context
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.stored import StoredFormats
 
 MAPPED, IN_RAM = "map", "ram"
 _WORDS = {IN_RAM: "in memory", MAPPED: "in files, of which the page cache keeps what is read", "disk": "on disk"}
@@ -14,6 +17,12 @@ def table_bytes(request: MemoryRequest) -> int:
     """As the checkpoint stores them."""
     stored = request.stored.tables.bytes_per_weight
     return int(sum(table.rows * table.width for table in request.model.tables) * stored)
+
+
+def token_row_bytes(model: ModelConfig, stored: StoredFormats) -> int:
+    """Bytes of the rows that a token reads, at most: those of forms that a GPU does not read become bfloat16."""
+    channels = sum(table.width * table.reads for table in model.tables)
+    return math.ceil(channels * max(2.0, stored.tables.bytes_per_weight))
 
 
 def where_tables(request: MemoryRequest) -> str:

@@ -22,6 +22,7 @@ def constants(shape: DeltaRule) -> Mapping[str, int]:
     return dict(zip(names, numbers, strict=True)) | {
         "K_HEADS": shape.k_heads, "GROUP": shape.v_heads // shape.k_heads, "K_DIM": shape.k_dim, "V_DIM": shape.v_dim,
         "CONV": shape.conv, "KB": block_of(shape.k_dim), "VB": block_of(shape.v_dim),
+        "SIGMOID": int(shape.gate == "sigmoid"),
     }  # fmt: skip
 
 
@@ -73,10 +74,11 @@ def activated(summed, kind: tl.constexpr):
 
 
 @triton.jit
-def normed(y, mean_square, weight, z, eps, kind: tl.constexpr):
-    """The gated norm of y, which is rounded already; all float32."""
+def normed(y, mean_square, weight, z, eps, SIGMOID: tl.constexpr, kind: tl.constexpr):
+    """The norm of y, which is rounded already, gated by silu or the sigmoid of z; all float32."""
     unit = (y * tl.rsqrt(mean_square + eps)).to(kind).to(tl.float32)
-    return ((weight * unit).to(kind).to(tl.float32) * silu(z)).to(kind)
+    gate = tl.sigmoid(z) if SIGMOID else silu(z)
+    return ((weight * unit).to(kind).to(tl.float32) * gate).to(kind)
 
 
 @triton.jit

@@ -90,8 +90,8 @@ def options(shape: DeltaRule, dtype: torch.dtype, device: torch.device) -> Kerne
             "num_stages": _stages(dtype.itemsize, heads["KB"], columns, device),
         },
         norm={
-            **named("GROUP", "V_DIM", "VB", *_columns("Z")), "V_HEADS": shape.v_heads, "PROJECTED": projected,
-            "ROWS": NORM_ROWS, "num_warps": 4,
+            **named("GROUP", "V_DIM", "VB", "SIGMOID", *_columns("Z")), "V_HEADS": shape.v_heads,
+            "PROJECTED": projected, "ROWS": NORM_ROWS, "num_warps": 4,
         },
     )  # fmt: skip
 

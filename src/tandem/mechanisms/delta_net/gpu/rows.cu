@@ -58,7 +58,7 @@ __device__ inline uint4 eight(const u16* row, int chunk) {
 }
 
 __device__ inline float normed(float y, float scale, float weight, float z) {
-  return as_bf16(weight * as_bf16(y * scale)) * silu(z);
+  return as_bf16(weight * as_bf16(y * scale)) * (SIGMOID ? sigmoid(z) : silu(z));
 }
 
 // gates: of each row, or where HIDDEN is not 0 the matrix that makes them of x.

@@ -73,8 +73,8 @@ def _gate_rows(gates, b, a, HIDDEN: tl.constexpr, HB: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def _step(projected, gates, x, conv, decay, dt_bias, norm, lens, slots, inputs, memory, out, rows, inputs_stride,
-          memory_stride, scale, unit_eps, eps, V_HEADS: tl.constexpr, K_HEADS: tl.constexpr, GROUP: tl.constexpr,
-          K_DIM: tl.constexpr, V_DIM: tl.constexpr, CONV: tl.constexpr, CHANNELS: tl.constexpr,
+          memory_stride, scale, unit_eps, eps, SIGMOID: tl.constexpr, V_HEADS: tl.constexpr, K_HEADS: tl.constexpr,
+          GROUP: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, CONV: tl.constexpr, CHANNELS: tl.constexpr,
           PROJECTED: tl.constexpr, GATES: tl.constexpr, Q_FIRST: tl.constexpr, Q_STEP: tl.constexpr,
           K_FIRST: tl.constexpr, K_STEP: tl.constexpr, V_FIRST: tl.constexpr, V_STEP: tl.constexpr,
           Z_FIRST: tl.constexpr, Z_STEP: tl.constexpr, B_FIRST: tl.constexpr, B_STEP: tl.constexpr,
@@ -124,7 +124,7 @@ def _step(projected, gates, x, conv, decay, dt_bias, norm, lens, slots, inputs, 
     shrink, q_unit, k_unit = tl.exp(log), tl.rsqrt(q_square + unit_eps) * scale, tl.rsqrt(k_square + unit_eps)
     learnt = beta * (v - shrink * k_unit * of_k)
     y = (q_unit * (shrink * of_q + k_unit * both * learnt)).to(kind).to(tl.float32)
-    result = normed(y, tl.sum(y * y) / V_DIM, weight, z, eps, kind)
+    result = normed(y, tl.sum(y * y) / V_DIM, weight, z, eps, SIGMOID, kind)
     tl.store(to, result, in_v)
     tl.store(memory_at, shrink * state + (k * k_unit)[:, None] * learnt[None, :], inner)
     place = ring + known % PLACES * CHANNELS

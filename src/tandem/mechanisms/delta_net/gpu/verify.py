@@ -86,7 +86,7 @@ def _verify(projected, gates, conv, decay, dt_bias, norm, starts, lens, slots, f
             K_STEP: tl.constexpr, V_FIRST: tl.constexpr, V_STEP: tl.constexpr, Z_FIRST: tl.constexpr,
             Z_STEP: tl.constexpr, B_FIRST: tl.constexpr, B_STEP: tl.constexpr, A_FIRST: tl.constexpr,
             A_STEP: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, TAPS: tl.constexpr, PLACES: tl.constexpr,
-            RUN: tl.constexpr, BEFORE: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+            RUN: tl.constexpr, BEFORE: tl.constexpr, SIGMOID: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """BEFORE 1: sequences from `first` on are chunks of prompts; only what came before them is folded."""
     let_next_start(OVERLAP)
     s, head = tl.program_id(0) + first, tl.program_id(1)
@@ -129,7 +129,7 @@ def _verify(projected, gates, conv, decay, dt_bias, norm, starts, lens, slots, f
         if at >= 0:
             y = read.to(kind).to(tl.float32)
             z = tl.load(row + at * PROJECTED + Z_FIRST + key_head * Z_STEP + own * V_DIM + j, in_v, other=0.0)
-            result = normed(y, tl.sum(y * y) / V_DIM, weight, z.to(tl.float32), eps, kind)
+            result = normed(y, tl.sum(y * y) / V_DIM, weight, z.to(tl.float32), eps, SIGMOID, kind)
             tl.store(to + at * V_HEADS * V_DIM, result, in_v)
             keep_inputs(ring + place * CHANNELS, own_q, own_k, own_v, i, j, in_k, in_v, key_head, head, own, K_HEADS,
                         K_DIM, V_DIM)  # fmt: skip

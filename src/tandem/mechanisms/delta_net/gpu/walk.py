@@ -54,7 +54,7 @@ def walk(qk, v, solved, seen, logs, betas, starts, lens, slots, memory, read, fi
 @triton.jit(do_not_specialize=["first", "rows"])
 def gated_norm(read, projected, norm, out, first, rows, eps, PROJECTED: tl.constexpr, V_HEADS: tl.constexpr,
                GROUP: tl.constexpr, V_DIM: tl.constexpr, Z_FIRST: tl.constexpr, Z_STEP: tl.constexpr,
-               VB: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+               VB: tl.constexpr, SIGMOID: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """Rows from `first` on."""
     t = (first + tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     head, j = tl.program_id(1), tl.arange(0, VB)
@@ -65,4 +65,4 @@ def gated_norm(read, projected, norm, out, first, rows, eps, PROJECTED: tl.const
     z = tl.load(projected + t * PROJECTED + column + j[None, :], inside, other=0.0).to(tl.float32)
     weight = tl.load(norm + j, j < V_DIM, other=0.0).to(tl.float32)[None, :]
     mean = tl.sum(y * y, 1)[:, None] / V_DIM
-    tl.store(out + at, normed(y, mean, weight, z, eps, out.dtype.element_ty), inside)
+    tl.store(out + at, normed(y, mean, weight, z, eps, SIGMOID, out.dtype.element_ty), inside)

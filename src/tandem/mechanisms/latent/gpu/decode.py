@@ -68,10 +68,13 @@ class LatentPages(NamedTuple):
 
 
 @triton.jit
-def _attend(turned, straight, r, c, inside, m, sums, acc, scale, PRECISION: tl.constexpr):
-    """Adds a block of keys, r [N, rope] and c [N, rank]; inside [N]."""
-    scores = tl.dot(turned, tl.trans(r), input_precision=PRECISION)
-    scores = tl.dot(straight, tl.trans(c), scores, input_precision=PRECISION)
+def _attend(turned, straight, r, c, inside, m, sums, acc, scale, ROPE: tl.constexpr, PRECISION: tl.constexpr):
+    """Adds a block of keys, r [N, rope] and c [N, rank]; inside [N]. Without ROPE nothing turns."""
+    if ROPE:
+        scores = tl.dot(turned, tl.trans(r), input_precision=PRECISION)
+        scores = tl.dot(straight, tl.trans(c), scores, input_precision=PRECISION)
+    else:
+        scores = tl.dot(straight, tl.trans(c), input_precision=PRECISION)
     scores = tl.where(inside[None, :], scores, float("-inf"))
     top = tl.maximum(m, tl.max(scores, 1) * scale)  # finite: a block has at least one key
     p = tl.exp2(scores * scale - top[:, None])
@@ -113,7 +116,7 @@ def _decode(x, latents, tables, lens, partial, stats, scale, table_width, table_
         inside = keys < n
         r = tl.load(latents + rows + e[None, :], inside[:, None] & (e < ROPE)[None, :], other=0.0)
         c = tl.load(latents + rows + ROPE + d[None, :], inside[:, None] & (d < RANK)[None, :], other=0.0)
-        m, sums, acc = _attend(turned, straight, r, c, inside, m, sums, acc, scale, PRECISION)
+        m, sums, acc = _attend(turned, straight, r, c, inside, m, sums, acc, scale, ROPE, PRECISION)
     out = (t * HEADS + h) * PARTS + part
     tl.store(partial + out[:, None] * RANK + d[None, :], acc, real & (d < RANK)[None, :])
     tl.store(stats + out * 2, m, h < HEADS)

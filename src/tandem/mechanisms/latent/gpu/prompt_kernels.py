@@ -36,17 +36,22 @@ def _join(straight, turned, out, rows, straight_row, straight_head, turned_row, 
           SMALL: tl.constexpr):  # fmt: skip
     h, t = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS + tl.arange(0, ROWS).to(tl.int64)
     mask, to = (t < rows)[:, None], out + (t[:, None] * HEADS + h) * (NOPE + ROPE)
-    d, e = tl.arange(0, BLOCK)[None, :], tl.arange(0, SMALL)[None, :]
-    inside, rotary = mask & (d < NOPE), mask & (e < ROPE)
+    d = tl.arange(0, BLOCK)[None, :]
+    inside = mask & (d < NOPE)
     tl.store(to + d, tl.load(straight + h * straight_head + t[:, None] * straight_row + d, inside), inside)
-    tl.store(to + NOPE + e, tl.load(turned + t[:, None] * turned_row + e, rotary), rotary)
+    if ROPE:
+        e = tl.arange(0, SMALL)[None, :]
+        rotary = mask & (e < ROPE)
+        tl.store(to + NOPE + e, tl.load(turned + t[:, None] * turned_row + e, rotary), rotary)
 
 
 @triton.jit
-def _attend(x, y, k, r, v, visible, m, total, acc, scale, PRECISION: tl.constexpr):
-    """Adds a block of keys, k [N, nope] and r [N, rope], and values v [N, value]; visible [M, N]."""
+def _attend(x, y, k, r, v, visible, m, total, acc, scale, ROPE: tl.constexpr, PRECISION: tl.constexpr):
+    """Adds a block of keys, k [N, nope] and r [N, rope], and values v [N, value]; visible [M, N]. Without ROPE nothing
+    turns."""
     scores = tl.dot(x, tl.trans(k), input_precision=PRECISION)
-    scores = tl.dot(y, tl.trans(r), scores, input_precision=PRECISION)
+    if ROPE:
+        scores = tl.dot(y, tl.trans(r), scores, input_precision=PRECISION)
     scores = tl.where(visible, scores, float("-inf"))
     top = tl.maximum(m, tl.max(scores, 1) * scale)  # finite: every row sees the first key
     p = tl.exp2(scores * scale - top[:, None])
@@ -80,7 +85,7 @@ def _prompt(q, k, v, out, lse, rows, keys, scale, v_row, v_head,
         visible = (j < keys)[None, :]
         if CAUSAL:
             visible &= j[None, :] <= t[:, None]
-        m, total, acc = _attend(x, y, kk, rr, vv, visible, m, total, acc, scale, PRECISION)
+        m, total, acc = _attend(x, y, kk, rr, vv, visible, m, total, acc, scale, ROPE, PRECISION)
     to = h * rows + t
     tl.store(lse + to, (m + tl.log2(total)) / 1.4426950408889634, t < rows)
     result = (acc / total[:, None]).to(out.dtype.element_ty)
@@ -132,7 +137,7 @@ def join(straight: Tensor, turned: Tensor) -> Tensor:
     out = straight.new_empty((rows, heads, nope + rope))
     _join[(heads, triton.cdiv(rows, ROWS))](
         straight, turned, out, rows, straight.stride(0), straight.stride(1), turned.stride(0), HEADS=heads,
-        NOPE=nope, ROPE=rope, ROWS=ROWS, BLOCK=triton.next_power_of_2(nope), SMALL=triton.next_power_of_2(rope),
+        NOPE=nope, ROPE=rope, ROWS=ROWS, BLOCK=triton.next_power_of_2(nope), SMALL=triton.next_power_of_2(max(1, rope)),
         num_warps=4,
     )  # fmt: skip
     return out

@@ -57,12 +57,13 @@ def _store_keys(kv, pages, weight, t, mask, position, slot, cos, sin, eps, RANK:
     unit = (c * tl.rsqrt(tl.sum(c * c, 1) / RANK + eps)[:, None]).to(kind).to(tl.float32)
     y = unit * tl.load(weight + d, d < RANK, other=0.0).to(tl.float32)
     tl.store(to + 2 * HALF + d, y.to(kind), inside)
-    first, second, both = _turned(
-        row + RANK, mask[:, None], cos, sin, position[:, None], HALF, NEIGHBOURS, BLOCK
-    )
-    i = tl.arange(0, BLOCK)[None, :]
-    tl.store(to + i, first, both)
-    tl.store(to + HALF + i, second, both)
+    if HALF:
+        first, second, both = _turned(
+            row + RANK, mask[:, None], cos, sin, position[:, None], HALF, NEIGHBOURS, BLOCK
+        )
+        i = tl.arange(0, BLOCK)[None, :]
+        tl.store(to + i, first, both)
+        tl.store(to + HALF + i, second, both)
 
 
 @triton.jit(do_not_specialize=["rows", "decoding"], do_not_specialize_on_alignment=["positions", "slots"])
@@ -97,13 +98,14 @@ def _spread(q, out, positions, cos, sin, before, rows, total, q_row, q_head,
     d, to = tl.arange(0, STRAIGHT)[None, :], out + (t[:, None] * HEADS + h) * WIDTH
     x = tl.load(q + h * q_head + source[:, None] * q_row + d, mask[:, None] & (d < NOPE), other=0.0)
     tl.store(to + d, x, (t < total)[:, None] & (d < NOPE))
-    position = tl.load(positions + source, mask, other=0)
-    rotary = q + h * q_head + source[:, None] * q_row + NOPE
-    first, second, _ = _turned(rotary, mask[:, None], cos, sin, position[:, None], HALF, NEIGHBOURS, BLOCK)
-    i = tl.arange(0, BLOCK)[None, :]
-    inside = (t < total)[:, None] & (i < HALF)
-    tl.store(to + NOPE + i, first, inside)
-    tl.store(to + NOPE + HALF + i, second, inside)
+    if HALF:
+        position = tl.load(positions + source, mask, other=0)
+        rotary = q + h * q_head + source[:, None] * q_row + NOPE
+        first, second, _ = _turned(rotary, mask[:, None], cos, sin, position[:, None], HALF, NEIGHBOURS, BLOCK)
+        i = tl.arange(0, BLOCK)[None, :]
+        inside = (t < total)[:, None] & (i < HALF)
+        tl.store(to + NOPE + i, first, inside)
+        tl.store(to + NOPE + HALF + i, second, inside)
 
 
 class NewKeys(NamedTuple):
@@ -127,11 +129,14 @@ def turn(
     out = q.new_empty((decoding, heads, sizes.width))
     kv, pages, slots = keys or (q, out, positions)
     rows = len(kv) if keys else 0
-    _turn[((heads if decoding else 0) + bool(rows), triton.cdiv(max(rows, decoding), ROWS))](
+    programs = (heads if decoding and half else 0) + bool(rows)
+    if not programs:  # nothing turns
+        return out
+    _turn[(programs, triton.cdiv(max(rows, decoding), ROWS))](
         q, kv, pages, out, weights.norm, positions, slots, weights.rope.cos, weights.rope.sin,
         weights.eps, rows, decoding, q.stride(0), q.stride(1), out.stride(0),
         HEADS=heads, NOPE=sizes.nope, RANK=sizes.rank, HALF=half, NEIGHBOURS=weights.neighbours,
-        KEYS=int(rows > 0), ROWS=ROWS, BLOCK=triton.next_power_of_2(half),
+        KEYS=int(rows > 0), ROWS=ROWS, BLOCK=triton.next_power_of_2(max(1, half)),
         LATENT=triton.next_power_of_2(sizes.rank), num_warps=4, **overlapped(q.device),
     )  # fmt: skip
     return out
@@ -146,6 +151,6 @@ def spread(
     _spread[(heads, triton.cdiv(total, ROWS))](
         q, out, positions, weights.rope.cos, weights.rope.sin, before, rows, total, q.stride(0), q.stride(1),
         HEADS=heads, NOPE=sizes.nope, HALF=half, NEIGHBOURS=weights.neighbours, ROWS=ROWS,
-        BLOCK=triton.next_power_of_2(half), STRAIGHT=triton.next_power_of_2(sizes.nope), num_warps=4,
+        BLOCK=triton.next_power_of_2(max(1, half)), STRAIGHT=triton.next_power_of_2(sizes.nope), num_warps=4,
     )  # fmt: skip
     return out

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from tandem.errors import KernelError
 from tandem.mechanisms.token_index.gpu.index import GpuTokenIndex
+from tandem.mechanisms.token_index.gpu.pooled import GpuPooledIndex
 from tandem.mechanisms.token_index.pooled import KeyPoolWeights
 from tandem.mechanisms.token_index.shape import Index
 from tandem.mechanisms.token_index.torch import IndexWeights
 
 
-def bound(ops: object, shape: Index, weights: IndexWeights | KeyPoolWeights) -> GpuTokenIndex:
+def bound(ops: object, shape: Index, weights: IndexWeights | KeyPoolWeights) -> GpuTokenIndex | GpuPooledIndex:
     if isinstance(weights, KeyPoolWeights):
-        raise KernelError("there are no GPU kernels for keys that stand for several tokens")
+        return GpuPooledIndex(shape, weights)
     return GpuTokenIndex(shape, weights)

@@ -10,7 +10,7 @@ from tandem.kernels.chosen import SelectedKeys
 from tandem.mechanisms.latent.gpu.heads import lengths_of
 from tandem.mechanisms.token_index.cost import SCORE_BYTES
 from tandem.mechanisms.token_index.gpu.best import keep_best
-from tandem.mechanisms.token_index.gpu.scores import ScoredKeys, token_scores
+from tandem.mechanisms.token_index.gpu.scores import ScoredKeys, Scoring, token_scores
 from tandem.mechanisms.token_index.gpu.turn import TurnPlaces, turn_index
 from tandem.mechanisms.token_index.shape import Index
 from tandem.mechanisms.token_index.torch import IndexWeights
@@ -27,20 +27,8 @@ class GpuTokenIndex:
         turned = turn_index(q, k, pages, places, self._shape, self._weights)
         if not self._binds(batch, len(q), pages.shape[1]):
             return None
-        budget = self._shape.budget
-        chosen = SelectedKeys(
-            q.new_empty((len(q), budget), dtype=torch.int32), q.new_empty((len(q),), dtype=torch.int32)
-        )
         keys = ScoredKeys(pages, batch.block_tables, batch.positions, _owners(batch, len(q)))
-        each = max(1, SCORE_BYTES // (4 * keys.width))
-        for first in range(0, len(q), each):
-            self._choose(turned, gates, keys, range(first, min(first + each, len(q))), chosen)
-        return chosen
-
-    def _choose(self, q: Tensor, gates: Tensor, keys: ScoredKeys, rows: range, chosen: SelectedKeys) -> None:
-        scores = gates.new_empty((len(rows), keys.width))
-        token_scores(q, gates, keys, rows, self._shape, scores)
-        keep_best(scores, keys, rows, chosen)
+        return chosen_keys(turned, gates, keys, self._shape)
 
     def _binds(self, batch: KernelBatch, rows: int, page: int) -> bool:
         """Whether any row may see more tokens than it chooses. Rows that decode may be in a graph, which is replayed
@@ -48,6 +36,20 @@ class GpuTokenIndex:
         if batch.block_tables.shape[1] * page <= self._shape.budget:
             return False
         return rows == len(batch.seq_lens) or max(lengths_of(batch).ends) > self._shape.budget
+
+
+def chosen_keys(q: Tensor, gates: Tensor, keys: ScoredKeys, shape: Scoring) -> SelectedKeys:
+    """Best `shape.budget` keys of each row, by queries q [T, heads * dim], turned, and gates float32 [T, heads]: as
+    many rows at a time as their scores have room."""
+    count = len(q)
+    chosen = SelectedKeys(*(q.new_empty(size, dtype=torch.int32) for size in ((count, shape.budget), (count,))))
+    each = max(1, SCORE_BYTES // (4 * keys.width))
+    for first in range(0, count, each):
+        rows = range(first, min(first + each, count))
+        scores = gates.new_empty((len(rows), keys.width))
+        token_scores(q, gates, keys, rows, shape, scores)
+        keep_best(scores, keys, rows, chosen)
+    return chosen
 
 
 def _owners(batch: KernelBatch, rows: int) -> Tensor | None:

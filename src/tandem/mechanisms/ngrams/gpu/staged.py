@@ -1,0 +1,93 @@
+"""`StagedRows`: a step's rows of a table, found on the host and left in pinned memory, where the step's kernels read
+them. The table itself stays where it is, as it is stored."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from tandem.kernels.batch_layout import TokenBatch
+from tandem.kernels.gpu import pinned
+from tandem.kernels.ops import StoredTable
+from tandem.mechanisms.ngrams.numbers import RowNumbers
+from tandem.mechanisms.ngrams.shape import Ngram
+from tandem.mechanisms.ngrams.torch import NgramWeights
+
+WORD = 4  # bytes that kernels read at a time
+THREADS, AT_ONCE = 8, 1 << 13  # rows that one of so many threads finds at a time
+
+
+class StagedRows:
+    """`begin` before each step, in the order of steps; `rows` within it, in a graph or not.
+
+    Each graph has memory of its own, by its number of rows: its address must stay. All other steps share some.
+    """
+
+    def __init__(self, shape: Ngram, weights: NgramWeights, device: torch.device) -> None:
+        self._shape, self._find, self._device = shape, weights.find, device
+        self.numbers = RowNumbers(shape, weights.hashes)
+        self._stored = self._find if isinstance(self._find, StoredTable) and self._find.anywhere else None
+        row_bytes = 2 * shape.table.width if self._stored is None else self._stored.row_bytes
+        self._token_bytes = shape.hashes * row_bytes
+        self._shared, self._of_graphs = self._memory(weights.rows), dict[int, Tensor]()
+        self._read = torch.cuda.Event() if device.type == "cuda" else None
+        self._threads = ThreadPoolExecutor(THREADS, "tandem-table-rows")
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of pinned memory."""
+        return sum(each.nbytes for each in (self._shared, *self._of_graphs.values()))
+
+    def begin(self, batch: TokenBatch, captured: bool) -> None:
+        """Finds the rows of a batch in host memory. captured: its kernels are a graph's, or will be. Raises
+        CheckpointError where a row cannot be read."""
+        numbers, size = torch.from_numpy(self.numbers(batch)), len(batch.input_ids)
+        if captured and size not in self._of_graphs:
+            self._of_graphs[size] = self._memory(size)
+        if not captured and self._read is not None:
+            self._read.synchronize()  # the step before may still read
+        target = (self._of_graphs[size] if captured else self._shared).view(-1, self._token_bytes)
+        rows = len(numbers)
+        self._fill(numbers.flatten(), target[:rows].view(rows * self._shape.hashes, -1))
+        if rows < size:  # rows that only fill up a graph are copies of the last one
+            target[rows:size] = target[rows - 1]
+
+    def rows(self, count: int) -> Tensor:
+        """[count, width] on the device, of the stored type or float32: the rows of the step that has begun."""
+        captured = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        source = (self._of_graphs[count] if captured else self._shared)[: -(-count * self._token_bytes // WORD) * WORD]
+        there = torch.empty(len(source), dtype=torch.uint8, device=self._device)
+        if self._device.type == "cuda":
+            pinned.read(source, there)
+            if not captured and self._read is not None:
+                self._read.record()
+        else:
+            there.copy_(source)
+        rows = there[: count * self._token_bytes].view(count * self._shape.hashes, -1)
+        numbers = rows.view(torch.bfloat16) if self._stored is None else self._stored.decode(rows)
+        return numbers.view(count, self._shape.width)
+
+    def copied(self, source: int, target: int) -> None:
+        """One slot becomes another's copy."""
+        self.numbers.copied(source, target)
+
+    def _memory(self, rows: int) -> Tensor:
+        nbytes = -(-rows * self._token_bytes // WORD) * WORD
+        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+
+    def _fill(self, numbers: Tensor, out: Tensor) -> None:
+        """Bytes of the rows, a part at a time where there are many."""
+        if len(numbers) <= AT_ONCE:
+            self._find_into(numbers, out)
+            return
+        parts = zip(numbers.split(AT_ONCE), out.split(AT_ONCE), strict=True)
+        for _ in self._threads.map(lambda part: self._find_into(*part), parts):
+            pass
+
+    def _find_into(self, numbers: Tensor, out: Tensor) -> None:
+        if self._stored is None:
+            out.copy_(self._find(numbers).to(torch.bfloat16).view(torch.uint8))
+        else:
+            self._stored.read_into(numbers, out)

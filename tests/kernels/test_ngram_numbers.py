@@ -1,0 +1,86 @@
+"""Rows of a table that a step's tokens name, found in NumPy for a GPU: those that plain torch finds, at every cut."""
+
+from __future__ import annotations
+
+import torch
+
+from paged_batches import make_batch, random_tables
+from tandem.kernels.step_rows import step_rows
+from tandem.mechanisms.ngrams.numbers import PLACES, RowNumbers
+from tandem.mechanisms.ngrams.shape import Ngram
+from tandem.mechanisms.ngrams.torch import Hashes, hashed, last_ids
+from tandem.models.batch import ForwardBatch
+from tandem.spec.norm import Norm
+from tandem.spec.stored import RowTable
+
+STOP = 5
+SHAPE = Ngram(3, 4, RowTable(4000, 6), 4, 4, 16, STOP, Norm(1e-6, plus_one=True))
+HASHES = Hashes(
+    torch.tensor([3, (1 << 60) + 7, (1 << 61) + 9]), torch.tensor([97, 101, 103, 107] * 2), torch.arange(8) * 400
+)
+LENGTHS = (40, 300, 7)
+
+
+def tokens() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(12, (n,), generator=generator) for n in LENGTHS]  # with many a STOP
+
+
+def batch(spans: list[tuple[int, int]], slots: list[int], apart: bool = False) -> ForwardBatch:
+    """apart: rows are sequences of their own."""
+    texts = tokens()
+    ids = torch.cat([texts[i][slice(*span)] for i, span in enumerate(spans)])
+    if apart:
+        slots = [slot for slot, (a, b) in zip(slots, spans, strict=True) for _ in range(a, b)]
+        spans = [(p, p + 1) for a, b in spans for p in range(a, b)]
+    made = make_batch(spans, random_tables(len(spans), 300)[0])
+    return ForwardBatch(
+        ids, made.positions, made.cache_slots, made.query_starts, made.seq_lens, made.block_tables,
+        torch.arange(len(ids)), torch.tensor(slots, dtype=torch.int32),
+    )  # fmt: skip
+
+
+def exact(spans: list[tuple[int, int]]) -> torch.Tensor:
+    """Numbers of whole texts at once."""
+    ring = torch.zeros(4, 4, 1)
+    whole = batch([(0, n) for n in LENGTHS], [1, 2, 3])
+    numbers = hashed(last_ids(whole.input_ids, step_rows(whole), ring, SHAPE), HASHES, SHAPE.heads)
+    starts = [0, LENGTHS[0], LENGTHS[0] + LENGTHS[1]]
+    return torch.cat([numbers[start + a : start + b] for start, (a, b) in zip(starts, spans, strict=True)])
+
+
+def check(numbers: RowNumbers, spans: list[tuple[int, int]], slots: list[int], apart: bool = False) -> None:
+    assert torch.equal(torch.from_numpy(numbers(batch(spans, slots, apart))), exact(spans))
+
+
+def test_prompts_cut_anywhere_and_rows_that_decode() -> None:
+    numbers, slots = RowNumbers(SHAPE, HASHES), [9, 2, 5]
+    check(numbers, [(0, 1), (0, 270), (0, 2)], slots)  # longer than a ring
+    check(numbers, [(1, 9), (270, 271), (2, 2)], slots)
+    for i in range(5):
+        check(numbers, [(9 + i, 10 + i), (271 + i, 272 + i), (2 + i, 3 + i)], slots, apart=True)
+    assert PLACES < 270
+
+
+def test_rows_of_guesses_follow_each_other_in_one_slot() -> None:
+    numbers, slots = RowNumbers(SHAPE, HASHES), [1, 2, 3]
+    check(numbers, [(0, 8), (0, 100), (0, 1)], slots)
+    check(numbers, [(8, 12), (100, 101), (1, 4)], slots, apart=True)
+    check(numbers, [(9, 10), (101, 104), (2, 3)], slots, apart=True)  # some were wrong
+
+
+def test_a_copy_of_a_slot_goes_on_from_there() -> None:
+    numbers = RowNumbers(SHAPE, HASHES)
+    check(numbers, [(0, 8), (0, 100), (0, 1)], [1, 2, 3])
+    numbers.copied(2, 7)
+    check(numbers, [(8, 9), (100, 130), (1, 2)], [1, 7, 3])
+    check(numbers, [(9, 10), (100, 101), (2, 3)], [1, 2, 3])
+
+
+def test_rows_that_fill_up_a_graph_are_left_out() -> None:
+    numbers = RowNumbers(SHAPE, HASHES)
+    check(numbers, [(0, 8), (0, 100), (0, 1)], [1, 2, 3])
+    padded = batch([(8, 9), (100, 101), (1, 2)], [1, 0, 0])
+    assert torch.equal(torch.from_numpy(numbers(padded)), exact([(8, 9), (100, 100), (1, 1)]))
+    nobody = batch([(8, 9), (100, 101), (1, 2)], [0, 0, 0])  # before a graph is captured
+    assert numbers(nobody).shape == (1, 8)
