@@ -240,8 +240,8 @@ def _head(by_how: dict[str, list[Runs]]) -> list[str]:
         *(f"| {how} | {HOW[how]} | {WHERE[how]} | {len(rows)} |" for how, rows in by_how.items()),
         "",
         "Some types read [images](images.md). Towers of others, and what reads sound, are not loaded: such models",
-        "answer text. A type whose `text_config` names a native one is native. Any size and any fine-tuned version runs",
-        "as its type does. Which quantisations and GGUF files can be read is in [formats.md](formats.md).",
+        "answer text. A type whose `text_config` names a native one is native. Any size and any fine-tuned version",
+        "runs as its type does. Which quantisations and GGUF files can be read is in [formats.md](formats.md).",
         "",
         "Keys of `config.json` mean what they mean in Transformers 5. A key that would change an answer and is not",
         "computed is refused by its name. A key that nobody knows is a note at the start.",
@@ -265,7 +265,8 @@ def _named(rows: Sequence[Runs]) -> list[str]:
         "| models | type (`model_type` in `config.json`) | runs | beside a GPU | images |",
         "| --- | --- | --- | --- | --- |",
         *(
-            f"| {', '.join(PUBLISHED[row.model_type])} | `{row.model_type}` | {row.how} | {_where(row)} | {_images(row)} |"
+            f"| {', '.join(PUBLISHED[row.model_type])} | `{row.model_type}` | {row.how} "
+            f"| {_where(row)} | {_images(row)} |"
             for row in listed
         ),
         "",
