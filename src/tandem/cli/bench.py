@@ -52,9 +52,7 @@ DecodeFormats = Annotated[
 DecodeBatches = Annotated[
     list[int] | None, typer.Option(min=1, help="sequences decoded together (default: 1, 8)")
 ]
-BesideTransformers = Annotated[
-    bool, typer.Option("--transformers", help="Transformers' generate beside ours")
-]
+BesideTransformers = Annotated[bool, typer.Option("--transformers", help="Transformers' generate beside ours")]
 BesideLlamaCpp = Annotated[
     bool, typer.Option("--llama-cpp", help="llama-cpp-python on the dense base model beside ours")
 ]
@@ -64,9 +62,7 @@ DenseFormat = Annotated[
 ExplainSteps = Annotated[
     bool, typer.Option("--explain", help="say which path each step takes, and measure nothing")
 ]
-Deterministic = Annotated[
-    bool, typer.Option("--deterministic", help="with --enable-deterministic-inference")
-]
+Deterministic = Annotated[bool, typer.Option("--deterministic", help="with --enable-deterministic-inference")]
 Speculative = Annotated[
     str | None, typer.Option(help="with guesses of next tokens, and without, in turn: NGRAM, NEXTN")
 ]

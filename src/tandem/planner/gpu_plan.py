@@ -86,6 +86,11 @@ class GpuPlan:
     cramped: str = ""  # what the plan lacks for want of GPU memory
     stages: tuple[StagePlan, ...] = ()  # whose layers are on several GPUs; (): one GPU has all of them
 
+    @property
+    def streams_experts(self) -> bool:
+        """Some steps bring experts out of CPU memory."""
+        return self.ring_bytes > 0
+
 
 def usable_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> tuple[Gpu | None, str]:
     """The GPU to use and why, or None and why not. Raises ConfigError when one was asked for in vain."""
@@ -152,7 +157,7 @@ def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, memory: MemoryPl
     fixed += sum(entry.nbytes for entry in images)
     logits = workspace_bytes(request) - fixed
     dense = dense_bytes(request.model, request.dtype, request.stored, request.embedding_in_ram)
-    prompts = graph_bytes(request, gpu, plan.prompt_sizes, plan.ring_bytes > 0, plan.reserved_sms)
+    prompts = graph_bytes(request, gpu, plan.prompt_sizes, plan.streams_experts, plan.reserved_sms)
     sums = min(GPU_WORKSPACE_BYTES, decode_sums_bytes(request.model, max(plan.graph_sizes, default=1)))
     unpacking = unpacking_bytes(gpu, request.model, step_rows(request, plan.step_tokens))
     others, stages = GPU_WORKSPACE_BYTES - sums + unpacking, max(1, len(plan.stages))

@@ -74,8 +74,8 @@ def gpu_side(plan: Plan, model: ModelConfig, cpu: CpuOps) -> GpuSide:
     ops = GpuOps(device, cpu, attention, plan.deterministic)
     sizes, patience = handoff_sizes(plan, model), plan.gpu.patience_seconds
     handoff = Handoff(sizes, device, patience, plan.gpu.foresight)
-    streams = plan.gpu.ring_bytes > 0
-    store = HybridStore(ops, placement, handoff, model.expert_channels, plan.gpu.live, own_memory=streams)
+    own_memory = plan.gpu.streams_experts
+    store = HybridStore(ops, placement, handoff, model.expert_channels, plan.gpu.live, own_memory=own_memory)
     return GpuSide(ops, store, handoff, placement)
 
 

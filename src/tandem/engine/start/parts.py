@@ -58,7 +58,7 @@ class EngineParts:
 
     @property
     def _streams(self) -> bool:
-        return self.plan.gpu is not None and self.plan.gpu.ring_bytes > 0
+        return self.plan.gpu is not None and self.plan.gpu.streams_experts
 
     @property
     def _detailed(self) -> bool:
