@@ -111,7 +111,7 @@ class Facts(NamedTuple):
 
 @cache
 def facts_of(path: Path) -> Facts:
-    """What the rules ask of a file. It is parsed once, and its tree is not kept."""
+    """Facts that the rules ask of a file. It is parsed once, and its tree is not kept."""
     tree = ast.parse(path.read_text())
     return Facts(bool(ast.get_docstring(tree)), imports_of(tree, path), list(definitions(tree)))
 

@@ -53,7 +53,7 @@ class EchoTokenizer:
 
 
 def seen_by_the_template(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What the chat template is given for the newest prompt."""
+    """Messages that the chat template is given for the newest prompt."""
     seen: list[dict[str, Any]] = []
 
     def noted(self: EchoTokenizer, messages: list[dict[str, Any]], **_: Any) -> str:

@@ -16,7 +16,7 @@ TIERS = ("torch", *_core.supported_tiers())
 
 
 def folds_of(tier: str, shape: object) -> Any:
-    """What computes a recurrence of this shape."""
+    """The operator that computes a recurrence of this shape."""
     return (TorchOps() if tier == "torch" else CpuOps(_core.WorkerPool([-1, -1]), tier)).bound(shape)
 
 

@@ -58,7 +58,7 @@ class Front:
         return await self.client.post("/v1/chat/completions", json=body)
 
     def log(self, name: str) -> list[str]:
-        """What the model's process notes."""
+        """Lines that the model's process notes."""
         with contextlib.suppress(FileNotFoundError):
             return (self.folder / f"{name}.log").read_text().split()
         return []
@@ -94,6 +94,6 @@ async def front(
 
 
 def events(response: httpx.Response) -> list[Any]:
-    """Of a stream: its data, and "" for comments."""
+    """Events of a stream: its data, and "" for comments."""
     parts = [part for part in response.text.split("\n\n") if part]
     return [json.loads(p[6:]) if p.startswith("data: {") else p.removeprefix("data: ") for p in parts]

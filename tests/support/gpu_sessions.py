@@ -218,7 +218,7 @@ def by_row(a: Tensor, b: Tensor) -> Tensor:
 
 
 def logprobs(path: Path, dtype: str, texts: list[list[int]], answered: int) -> Tensor:
-    """Of the last `answered` tokens of each text, all computed at once on the CPU."""
+    """Log-probabilities of the last `answered` tokens of each text, all computed at once on the CPU."""
     llm = LLM(str(path), device="cpu", dtype=dtype, kt_cpuinfer=2, max_total_tokens=1024)
     scored = llm.generate(texts, SamplingParams(max_tokens=1, prompt_logprobs=0))
     return torch.tensor([[token.logprob for token in one.prompt_logprobs[-answered:]] for one in scored])

@@ -1,4 +1,4 @@
-"""What the kernel tests share: tiers, formats, pools, and the error bound of a packed product."""
+"""Shared by the kernel tests: tiers, formats, pools, and the error bound of a packed product."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def load_expert(
 
 
 def magnitude_of(weight: Tensor, fmt: str, group: int) -> Tensor:
-    """What a product's rounding errors are relative to, per weight."""
+    """Magnitude that a product's rounding errors are relative to, per weight."""
     return magnitudes(stored(weight, fmt, group)) if fmt in STORED else as_packed(weight, fmt, group).abs()
 
 

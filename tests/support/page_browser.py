@@ -63,7 +63,7 @@ class Browser:
         return len(self.driver.find_elements(By.CSS_SELECTOR, selector))
 
     def text(self, selector: str) -> str:
-        """Of all of them, read at one moment: the page draws anew while we look."""
+        """Text of all of them, read at one moment: the page draws anew while we look."""
         source = "return [...document.querySelectorAll(arguments[0])].map((n) => n.innerText).join('\\n')"
         return str(self.script(source, selector))
 
@@ -79,7 +79,7 @@ class Browser:
         self.until(lambda: self.count(".message.assistant:not(.running)") >= times)
 
     def run(self, source: str, *arguments: Any) -> Any:
-        """Of a function's body that may await; an error is raised here."""
+        """Result of a function's body that may await; an error is raised here."""
         code = f"""
         const done = arguments[arguments.length - 1];
         const answer = (async (...given) => {{ {source} }})(...arguments);
@@ -90,6 +90,6 @@ class Browser:
         return answer[0]
 
     def complaints(self) -> list[str]:
-        """Of the page's own code and of its security policy."""
+        """Complaints of the page's own code and of its security policy."""
         logs = self.driver.get_log("browser")
         return [each["message"] for each in logs if each["source"] != "network"]

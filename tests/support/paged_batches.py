@@ -79,7 +79,7 @@ class IndexCase:
         return index(q.to(at), k.to(at), gates.to(at), self.batch(spans).there(at), cache)
 
     def run(self, index, device: torch.device | None = None) -> tuple[SelectedKeys, Tensor]:
-        """What the last rows of the spans choose; pages, of which nothing that was never written may matter."""
+        """Choices of the last rows of the spans; pages, of which nothing that was never written may matter."""
         shape = self.pages, PAGE, 1, self.shape.dim
         cache, before = torch.full(shape, float("nan"), dtype=self.dtype), [(0, start) for start, _ in self.spans]
         known = torch.cat([k[:start] for k, (start, _) in zip(self.k, self.spans, strict=True)])
@@ -103,7 +103,7 @@ class IndexCase:
         return found
 
     def positions(self, chosen: SelectedKeys) -> list[Tensor]:
-        """Of each row's choice, in its order."""
+        """Positions of each row's choice, in its order."""
         batch, found = self.batch(self.spans), []
         for t, (rows, count) in enumerate(zip(chosen.rows.long(), chosen.counts.tolist(), strict=True)):
             s = int((batch.query_starts[1:] <= t).sum())

@@ -22,5 +22,5 @@ class QuietClock:
 
 
 def _idle_seconds() -> float:
-    """Of all CPUs."""
+    """Idle seconds of all CPUs."""
     return float(psutil.cpu_times().idle)

@@ -102,7 +102,8 @@ def longest_first(items: list[pytest.Item]) -> None:
 
 
 def seconds_of(tests: Iterable[str]) -> Counter[str]:
-    """Of each group, as recorded: those of a file in which these tests are. Files that are not listed are short."""
+    """Seconds of each group, as recorded: those of a file in which these tests are. Files that are not listed are
+    short."""
     recorded, counts = json.loads(DURATIONS.read_text()), Counter(test.partition("::")[0] for test in tests)
     seconds: Counter[str] = Counter()
     for file, count in counts.items():
@@ -111,7 +112,7 @@ def seconds_of(tests: Iterable[str]) -> Counter[str]:
 
 
 def group_of(nodeid: str) -> str:
-    """What stays in one process: a file, or all files that start servers."""
+    """A group that stays in one process: a file, or all files that start servers."""
     file = nodeid.partition("::")[0]
     return SERVERS[0] if file.startswith(SERVERS) else file
 

@@ -57,7 +57,7 @@ class Session:
         self.lengths, self.pages = [0, 0, 0], pages
 
     def batch(self, parts: list[tuple[int, list[int]]]) -> ForwardBatch:
-        """Of (sequence, new tokens) pairs, which are taken to run."""
+        """A batch of (sequence, new tokens) pairs, which are taken to run."""
         starts, positions, slots, lens, tables = [0], [], [], [], []
         for s, tokens in parts:
             pages = [3 * i + s for i in range(self.pages)]

@@ -260,7 +260,7 @@ def running_plan(question: PlanQuestion, small: Plan, model: ModelConfig) -> Run
     usage = expert_usage(question.config, small, model, side.ops.device, side.placement.gpu_experts)
     store = SyntheticStore(side.store, side.handoff)
     built = models.build(model, small, checkpoint, side.ops, None, store, usage=usage)
-    copies = registered(small, side) if small.gpu.ring_bytes else None
+    copies = registered(small, side) if small.gpu.streams_experts else None
     stream = expert_stream(small, side, copies, usage=usage)
     parts = EngineParts(
         small, model, built, text, workers, usage, handoff=side.handoff, begin_step=begin_step(side, stream)

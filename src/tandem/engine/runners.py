@@ -53,7 +53,7 @@ def pace_of(parts: EngineParts) -> PrefillPace:
     pieces = parts.model.depth if one_rank and isinstance(parts.model, PausingModel) else 1
     whole = seconds is not None and seconds <= MOST_SHARED_SECONDS
     gpu = parts.plan.gpu  # with a ring, and without `seconds`, the CPU has a part in prompts
-    rows = 0 if gpu is None or gpu.ring_bytes else max(gpu.prompt_sizes, default=0)
+    rows = 0 if gpu is None or gpu.streams_experts else max(gpu.prompt_sizes, default=0)
     return PrefillPace(most, seconds is not None, whole, pieces, rows, 0 if gpu is None else gpu.shared_tokens)
 
 

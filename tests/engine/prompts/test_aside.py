@@ -14,8 +14,9 @@ from fake_model import FakeModel, check_pages, fake_engine, greedy_reference, re
 from pausing_model import DEPTH, LONG, FakePass, PausingFake
 from sessions import Session, prompts
 from tandem import _core
-from tandem.engine.engine import Engine, _pace
+from tandem.engine.engine import Engine
 from tandem.engine.pace import MIN_TOKENS, SHARED_STEP_SECONDS, SLICE_OF_STEP, PrefillPace
+from tandem.engine.runners import pace_of
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Chunk
 from tandem.engine.step.overlap import PrefillOverlap
@@ -303,10 +304,11 @@ def test_chunks_have_a_graphs_rows_only_where_a_device_computes_them_alone() -> 
     """Experts that were to travel, and cannot, are computed by the CPU: whoever decodes would wait for whole layers."""
     for ring, tokens in ((0, 1 + 2048), (1 << 30, 1 + 4 * MIN_TOKENS)):
         plan = SimpleNamespace(
-            max_step_tokens=4096, gpu=SimpleNamespace(streams_experts=ring > 0, prompt_sizes=(512, 2048), shared_tokens=0)
+            max_step_tokens=4096,
+            gpu=SimpleNamespace(streams_experts=ring > 0, prompt_sizes=(512, 2048), shared_tokens=0),
         )
         parts = SimpleNamespace(plan=plan, stream_seconds=None, model=None, handoff=object())
-        assert _pace(cast(Any, parts)).step_tokens(1) == tokens
+        assert pace_of(cast(Any, parts)).step_tokens(1) == tokens
 
 
 def test_steps_beside_slices_say_how_long_decoding_takes() -> None:

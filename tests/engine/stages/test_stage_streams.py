@@ -75,7 +75,7 @@ def test_each_stage_brings_its_own_layers_or_none_does(monkeypatch, fails: int |
     sides: Any = SimpleNamespace(
         stages=stage, store=store, handoffs=SimpleNamespace(stages=[handoff] * 2), placement=None
     )
-    plan: Any = SimpleNamespace(gpu=SimpleNamespace(ring_bytes=1))
+    plan: Any = SimpleNamespace(gpu=SimpleNamespace(streams_experts=True))
     found = streams.stage_streams(plan, sides, None)
     assert made == [[0, None, 2, None, None], [None, None, None, 3, 4]]
     assert found == ([] if fails == 1 else ["stream 0", "stream 1"])

@@ -20,7 +20,7 @@ HEADS, KV, DIM, WINDOW, EXPERTS, TOP_K = 6, 2, 18, 7, 9, 3
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
-    """Of every tensor, by its name."""
+    """Shapes of every tensor, by its name."""
     hidden, wide, narrow = 72, 44, 20
     found: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (263, hidden), "lm_head.weight": (263, hidden), "model.norm.weight": (hidden,),

@@ -81,7 +81,7 @@ def outcomes(
 def kinds_of_answers(
     model: Engine, schemas: Sequence[Any], prompt_ids: list[int] | None = None, **sampling: Any
 ) -> list[str]:
-    """Of each schema: "valid", "cut", "refused", or "busy" where it cannot be compiled in time, however often."""
+    """Each schema's kind of answer: "valid", "cut", "refused", or "busy" where it cannot be compiled in time."""
     found: dict[int, str] = {}
     for first in range(0, len(schemas), AT_ONCE):
         waiting = dict(enumerate(schemas[first : first + AT_ONCE], first))
@@ -124,7 +124,7 @@ def kind_of(outputs: list[TokenOutput]) -> str:
 
 
 def of_check_jsonschema() -> list[Any]:
-    """What it has built in: the schemas of well-known services' files, up to 200 kB. None: it is not installed."""
+    """Schemas built into it: those of well-known services' files, up to 200 kB. None: it is not installed."""
     found = find_spec("check_jsonschema")  # it is not imported: what it imports need not be there
     folders = [] if found is None else list(found.submodule_search_locations or ())
     files = [file for folder in folders for file in sorted(Path(folder).glob("builtin_schemas/vendor/*.json"))]

@@ -71,7 +71,7 @@ class BlockDrafted(DrawnChains):
         return x
 
     def _seen(self, tokens: list[int]) -> Tensor:
-        """What keys of a text are made of, [T, hidden]."""
+        """Rows that a text's keys are made of, [T, hidden]."""
         streams: dict[int, Tensor] = {}
         hooks = [self.model.model.layers[i].register_forward_hook(
                      lambda _, __, out, i=i: streams.update({i: out[0] if isinstance(out, tuple) else out}))
@@ -123,7 +123,7 @@ class BlockDrafted(DrawnChains):
         return (F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)) @ w[at + "w2.weight"].T
 
     def _made(self, at: str, x: Tensor) -> list[Tensor]:
-        """Of streams: what they are projected to, in parts of one scale each."""
+        """Projections of streams, in parts of one scale each."""
         n, flat = x.shape[1], self._unit(x.flatten(1))
         made, scale, base = flat @ self.weights[at + "fn"].T, self.weights[at + "scale"], self.weights[at + "base"]
         sizes = [n] if len(scale) == 1 else [n, n, n * n]

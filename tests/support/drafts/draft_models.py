@@ -43,7 +43,7 @@ class Drafted(DrawnChains):
 
     @torch.no_grad()
     def logits(self, tokens: list[int], width: int, draft_tokens: Rows[int] = ()) -> list[Tensor]:
-        """Of each guess of a chain, [vocab]. guesses: taken for what came; else the likeliest are."""
+        """Logits of each guess of a chain, [vocab]. guesses: taken for what came; else the likeliest are."""
         ids = torch.tensor([tokens])
         hidden = self.model(ids[:, :-1], output_hidden_states=True).hidden_states[-1]
         kept = copy.deepcopy(self.layer.config)
@@ -62,7 +62,7 @@ class Drafted(DrawnChains):
 
 
 def _run(layer: MtpModel, hidden: Tensor, positions: Tensor, cache: MtpCache, ids: Tensor) -> Tensor:
-    """What its one layer makes of rows. Before 5.18 Transformers runs it only inside a loop of its own."""
+    """Output of its one layer for rows. Before 5.18 Transformers runs it only inside a loop of its own."""
     if hasattr(layer, "forward_layer"):
         return layer.forward_layer(0, hidden, positions, cache, input_ids=ids)
     embedded = layer.embed_tokens(ids)
@@ -162,7 +162,7 @@ def draft_flags(**flags) -> dict[str, object]:
 
 
 def chunks_of(engine: Engine, *asks) -> Iterator[tuple[list[int], tuple[int, ...]]]:
-    """Of every step: what a sequence had, and what was guessed behind it. Runs the engine."""
+    """Chunks of every step: what a sequence had, and what was guessed behind it. Runs the engine."""
     for ask in asks:
         engine.add(ask)
     told, run_model = [], engine._runner.start

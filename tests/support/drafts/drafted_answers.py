@@ -62,7 +62,7 @@ def plain(alone: EngineParts, parts: EngineParts) -> Plain:
 
 
 def told(outputs: dict) -> dict:
-    """Of each answer: tokens, text, log-probabilities of its prompt and its own, and how it ended."""
+    """Parts of each answer: tokens, text, log-probabilities of its prompt and its own, and how it ended."""
     return {
         key: (
             token_ids(each),

@@ -33,7 +33,7 @@ class GatedDrafted(DrawnChains):
 
     @torch.no_grad()
     def logits(self, tokens: list[int], width: int, draft_tokens: Rows[int] = ()) -> list[Tensor]:
-        """Of each guess of a chain, [vocab]. guesses: taken for what came; else the likeliest are."""
+        """Logits of each guess of a chain, [vocab]. guesses: taken for what came; else the likeliest are."""
         streams, ids, found = self._streams(tokens[:-1]), list(tokens[1:]), list[Tensor]()
         while True:
             after = self._layer(streams, ids)
@@ -44,7 +44,7 @@ class GatedDrafted(DrawnChains):
             streams = torch.cat((streams, after[:, -1:]), 1)
 
     def _streams(self, tokens: list[int]) -> Tensor:
-        """What the model's last layer leaves, [1, T, n * hidden]."""
+        """Streams that the model's last layer leaves, [1, T, n * hidden]."""
         seen: list[Tensor] = []
         mixer = self.model.model.hyper_connection_mixer
         hook = mixer.register_forward_pre_hook(lambda _, given: seen.append(given[0]))

@@ -37,7 +37,7 @@ class Shape:
     recorded_rows: int = 8
 
     def step(self, widths: Rows[int], overlap: float) -> float:
-        """Of sequences with so many guesses: each distinct expert is read once."""
+        """Time of a step of sequences with so many guesses: each distinct expert is read once."""
         unused = math.prod(1.0 - TOP_K * (1.0 + (1.0 - overlap) * width) / EXPERTS for width in widths)
         rows = len(widths) + sum(widths)
         return self.dense + (1.0 - self.dense) * EXPERTS * (1.0 - unused) / TOP_K + self.row * (rows - 1)
@@ -70,7 +70,7 @@ class Text(SimpleNamespace):
 
 
 class Foretelling:
-    """What `Drafter` does where guesses cost nothing."""
+    """A `Drafter` whose guesses cost nothing."""
 
     def propose(self, sequence: Text, most: int) -> Draft:
         return Draft((1,) * most, (1,) * most)
@@ -79,7 +79,7 @@ class Foretelling:
 
 
 class Layer:
-    """What `Drafter` and `Drawing` do. Token 1 is the one that comes, if a guess is right."""
+    """A `Drafter` and `Drawing`. Token 1 is the one that comes, if a guess is right."""
 
     def __init__(self, shape: Shape, spend) -> None:
         self._shape, self._spend, self._made, self.unusual = shape, spend, dict[Text, int](), False
@@ -115,7 +115,7 @@ class Decoding:
         )
 
     def gain(self, tokens: int) -> float:
-        """Of so many of each sequence: 1 where nothing is guessed."""
+        """Gain of so many guesses of each sequence: 1 where nothing is guessed."""
         begun, before = self.spent, self._tokens()
         while self._tokens() - before < tokens * len(self.texts):
             self._step()

@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass
 class FakeChatServer:
-    """What it was asked, and how it answers: the number of messages it was sent, then its words."""
+    """A server that notes what it was asked. Its answers: the number of messages it was sent, then its words."""
 
     port: int = 0
     api_key: str | None = None

@@ -50,7 +50,7 @@ class FakeSlots:
 
 
 class FakeTables:
-    """Of these layers. `failing`: copies that fail, counted from the next one."""
+    """Tables of these layers. `failing`: copies that fail, counted from the next one."""
 
     copied = 1, 2, 3  # nothing's address
 
@@ -145,6 +145,6 @@ class FakeCopies:
         self.pending = self.pending[count:]
 
     def fail(self) -> None:
-        """What is under way never arrives, and its streams say so once."""
+        """Copies under way never arrive, and its streams say so once."""
         self.failed |= {stream for *_, stream in self.pending}
         self.pending = []

@@ -162,7 +162,7 @@ def text(outputs: list[TokenOutput]) -> str:
 
 
 def greedy_reference(prompt: list[int], max_tokens: int) -> list[int]:
-    """What a sequence must answer, whatever happens around it: no engine involved."""
+    """Tokens that a sequence must answer, whatever happens around it: no engine involved."""
     tokens = list(prompt)
     for _ in range(max_tokens):
         tokens.append(int(fake_logits(tokens).argmax()))

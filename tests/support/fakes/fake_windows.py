@@ -76,7 +76,7 @@ def windowed_engine(*, drafter: Drafter | None = None, windows: int | None = Non
 
 
 def poison(engine: Engine) -> None:
-    """What nobody holds and no prefix is known by becomes NaN."""
+    """Pages that nobody holds and no prefix is known by become NaN."""
     free = windows_of(engine)._free
     for state, arrays in zip(engine.model_config.states, engine._runner._states, strict=True):
         for array in arrays if state.window else ():
@@ -103,7 +103,7 @@ def check_windows(engine: Engine) -> None:
 
 
 def scored(engine: Engine, requests: list) -> dict:
-    """What an engine answers. Where layers keep windows, pages that went hold NaN before each step."""
+    """Answers of an engine. Where layers keep windows, pages that went hold NaN before each step."""
     for each in requests:
         engine.add(each)
     found: dict = {}

@@ -46,7 +46,7 @@ class Cluster:
             yield (event_of(line) for line in response.iter_lines() if line.startswith("data: "))
 
     def pids(self, model: str) -> list[int]:
-        """Of the stubs that serve a model."""
+        """Process ids of the stubs that serve a model."""
         return [process.pid for process in psutil.process_iter(["cmdline"]) if self._serves(process, model)]
 
     def held(self, model: str) -> list[int]:

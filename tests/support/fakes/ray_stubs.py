@@ -1,4 +1,4 @@
-"""What starts a stub for a replica of Ray Serve. Ray's processes import this, and so nothing else of the tests."""
+"""Starts a stub for a replica of Ray Serve. Ray's processes import this, and so nothing else of the tests."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def as_anybody() -> None:
 
 
 def body(tokens: int, first: int = 97, stream: bool = False, ids: list[int] | None = None) -> dict[str, Any]:
-    """Of `/generate`: a greedy answer of so many tokens."""
+    """Body of `/generate`: a greedy answer of so many tokens."""
     sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0.0}
     return {"input_ids": ids or [first, 98, 99], "sampling_params": sampling, "stream": stream}
 
@@ -111,7 +111,7 @@ def good_answer(server: ServerProcess, seconds: float = PATIENCE) -> list[int]:
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
-    """Of a refusal, or the last event of a stream."""
+    """Error of a refusal, or of the last event of a stream."""
     if response.headers["content-type"].startswith("application/json"):
         return dict(response.json()["error"])
     *_, last, done = [part for part in response.text.split("\n\n") if part]

@@ -50,7 +50,7 @@ class Fault:
         self._began, self._quiet = monotonic(), QuietClock()
 
     def seen(self, what: str, within: float | None = None) -> None:
-        """What a client sees. within: most seconds to it, on a quiet machine; None where nothing is waited for."""
+        """A client's view. within: most seconds to it, on a quiet machine; None where nothing is waited for."""
         self._row["sees"] = what
         if within is not None:
             self._row["error_s"] = self._seconds(within)
@@ -116,7 +116,7 @@ def read(file: Path) -> dict[str, Row]:
 
 
 def cases() -> list[Case]:
-    """Of all tests, as their sources have them: nothing is imported, so a GPU's are found without one."""
+    """Cases of all tests, as their sources have them: nothing is imported, so a GPU's are found without one."""
     files = (file for file in sorted(TESTS.rglob("test_*.py")) if "mark.fault(" in file.read_text())
     return [case for file in files for case in _cases_of(file)]
 
@@ -168,7 +168,7 @@ def _machines(rows: dict[str, Row]) -> str:
 
 
 def page() -> str:
-    """What the page should be."""
+    """The page as it should be."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     return f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}"
 

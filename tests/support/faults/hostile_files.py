@@ -107,7 +107,7 @@ QUANTISED = (
 
 
 def _change(value: Any, dice: random.Random) -> str:
-    """Of a value somewhere inside: another one, none, or one more."""
+    """Change of a value somewhere inside: another one, none, or one more."""
     value.setdefault("model_type", "llama")
     holder, key = dice.choice(list(_places(value)))
     how = dice.random()

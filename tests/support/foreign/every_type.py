@@ -138,7 +138,7 @@ def every_type() -> list[str]:
 
 
 def tiny_config(model_type: str, keep: Sequence[str] = ()) -> Any:
-    """Of a type that the installed Transformers has. keep: keys that stay what the class has for them."""
+    """Configuration of a type that the installed Transformers has. keep: keys that stay what the class has for them."""
     cls, more = CONFIG_MAPPING[model_type], CHANGES.get(model_type, {}) | dict.fromkeys(keep)
     whole = cls()
     text = whole.get_text_config()

@@ -58,7 +58,7 @@ def omni(source: Path, path: Path) -> Path:
 
 
 def ling_keys(source: Path) -> dict[str, Any]:
-    """Of a tiny GLM-4.5, as Ling 2.0's checkpoints have them."""
+    """Keys of a tiny GLM-4.5, as Ling 2.0's checkpoints have them."""
     theirs = keys_of(source)
     said = {ling: theirs.pop(glm) for ling, glm in LING_KEYS.items()}
     rope = theirs.pop("rope_parameters")
@@ -120,7 +120,7 @@ def ling_one_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def ling_one_keys(granite: Mapping[str, Any], unit_head: bool = False) -> dict[str, Any]:
-    """Of a Granite without scales, whose shared expert is as wide as some."""
+    """Keys of a Granite without scales, whose shared expert is as wide as some."""
     rope, width = granite["rope_parameters"], granite["intermediate_size"]
     kept = (
         "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size", "eos_token_id",

@@ -37,7 +37,7 @@ def of_delta(
 
 
 def apart(block: str, array: np.ndarray, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """Of each key head in turn: q, k, the values and gates of its group."""
+    """Parts of each key head in turn: q, k, the values and gates of its group."""
     k_heads, key = config["linear_num_key_heads"], config["linear_key_head_dim"]
     values = config["linear_num_value_heads"] // k_heads * config["linear_value_head_dim"]
     heads = array.reshape(k_heads, 2 * key + 2 * values, -1)

@@ -26,7 +26,7 @@ SPECIAL = {
 
 
 def special(name: str) -> str | None:
-    """What the converter calls a tensor that the package's table of names does not have."""
+    """The converter's name of a tensor that the package's table of names does not have."""
     found = re.fullmatch(r"model\.layers\.(\d+)\.(?:mlp\.)?(.*)", name)
     return f"blk.{found[1]}.{SPECIAL[found[2]]}" if found and found[2] in SPECIAL else None
 

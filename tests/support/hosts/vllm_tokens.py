@@ -47,7 +47,7 @@ def run(wishes: dict[str, Any]) -> dict[str, Any]:
 
 
 def scores(given: Any) -> Iterator[float]:
-    """Of all tokens of a prompt but the first."""
+    """Scores of all tokens of a prompt but the first."""
     pairs = zip(given.prompt_token_ids, given.prompt_logprobs, strict=True)
     return (by_token[token].logprob for token, by_token in pairs if by_token is not None)
 

@@ -19,7 +19,7 @@ SIZES = 97  # of messages, one after the other
 
 
 class Message(NamedTuple):
-    """What ranks sum in call number `call`: other numbers in each, of 2 bytes to `most`."""
+    """Numbers that ranks sum in call number `call`: other numbers in each, of 2 bytes to `most`."""
 
     call: int
     most: int

@@ -86,7 +86,7 @@ class Walk:
         return logits
 
     def logits(self, asked: Prompt, size: int, more: tuple[int, ...] = ()) -> Tensor:
-        """Of a prompt in chunks of at most so many rows, and of tokens behind it, one by one."""
+        """Logits of a prompt in chunks of at most so many rows, and of tokens behind it, one by one."""
         self.begin(asked, more)
         parts = list[Tensor]()
         while (left := len(asked.ids) - self.sequence.computed_len) > 0:

@@ -19,7 +19,7 @@ def stage_streams(
     plan: Plan, sides: StagedSides, usage: StagedUsage | None, progress: Progress | None = None
 ) -> list[ExpertStream]:
     """After the model was built; [] where the experts of some stage do not travel: a step is as long as all take it."""
-    if plan.gpu is None or not plan.gpu.ring_bytes:
+    if plan.gpu is None or not plan.gpu.streams_experts:
         return []
     numbers = sorted({number for number, experts in _placed(sides) if experts.cpu is not None})
     streams = []

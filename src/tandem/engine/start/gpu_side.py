@@ -107,7 +107,7 @@ def registered(plan: Plan, side: GpuSide, progress: Progress | None = None) -> C
     """After the model was built: experts in CPU memory, if any may move or travel, such that DMA reads them. None where
     the system refuses that, where they lie in a file, or where nobody wants it."""
     layers = [experts.cpu for experts in side.hybrids if experts.cpu is not None]
-    if plan.gpu is None or not layers or not (plan.gpu.live or plan.gpu.ring_bytes):
+    if plan.gpu is None or not layers or not (plan.gpu.live or plan.gpu.streams_experts):
         return None
     if any(layer.own_memory()[1] == 0 for layer in layers):
         _log.warning("experts do not travel to the GPU for long prompts: they lie in a mapped file")
@@ -150,7 +150,7 @@ def expert_stream(
 ) -> ExpertStream | None:
     """After the model was built; None where no expert travels. copies: as `registered` made them, kept by the stream.
     live: what moves experts meanwhile; usage: counts the rows of each expert."""
-    if plan.gpu is None or not plan.gpu.ring_bytes or copies is None:
+    if plan.gpu is None or not plan.gpu.streams_experts or copies is None:
         return None
     layers = [streamed_layer(experts.cpu, experts.gpu, side.ops.device) for experts in side.hybrids]
     followed = Followed(served=lambda: side.handoff.times().serve_seconds)

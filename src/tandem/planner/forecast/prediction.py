@@ -295,14 +295,14 @@ def _ram_experts(case: Case, rows: int, on_cpu: float) -> tuple[float, float]:
     share = rates.share(rows, in_graphs=True) if _may_be_shared(case, rows) else 0.0
     if 0.0 < share < 1.0:
         return share, moe * (GRAPH_BASE + rates.seconds(rows, share, in_graphs=True))
-    share = rates.share(rows) if plan.gpu.ring_bytes else 0.0
+    share = rates.share(rows) if plan.gpu.streams_experts else 0.0
     return share, moe * rates.seconds(rows, share)
 
 
 def _may_be_shared(case: Case, rows: int) -> bool:
     """Whether such a chunk fits graphs of layers whose experts bus and CPU share."""
     gpu = case.plan.gpu
-    if gpu is None or not gpu.ring_bytes:
+    if gpu is None or not gpu.streams_experts:
         return False
     return prompt_graph_rows(split_sizes(gpu.prompt_sizes), rows) > 0
 
@@ -350,7 +350,7 @@ def _prompt_bound(case: Case, tokens: int) -> float:
     if case.plan.gpu is None:
         return (routed + dense) / speeds.cpu_flops
     computed = (1 - share) * routed / speeds.cpu_flops
-    if case.plan.gpu.ring_bytes and share < 1:  # the bus and the CPU at the same time
+    if case.plan.gpu.streams_experts and share < 1:  # the bus and the CPU at the same time
         brought = (1 - share) * model.routed_experts * case.expert_bytes / speeds.pcie_gbps / 1e9
         computed = 1 / (1 / computed + 1 / brought)
     return max(computed, (dense + share * routed) / speeds.gpu_flops)
