@@ -62,7 +62,7 @@ def read_table(text: str) -> Table:
     """Raises ValueError with the line that it cannot read."""
     table = Table({}, {}, [], {}, [])
     for line in text.splitlines():
-        match shlex.split(line):
+        match shlex.split(line, comments=True):
             case [] | ["#", *_]:
                 continue
             case ["module", old, new]:
@@ -223,10 +223,9 @@ def _path(module: str) -> str:
 
 def _with_imports(text: str, table: Table) -> str:
     """`from package import name` where the name is a module that moves, or lives elsewhere from now on."""
-    packages = {old.rpartition(".")[0] for old in table.modules} | {package for package, _ in table.exports}
     lines = text.splitlines(keepends=True)
     nodes = [
-        node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom) and node.module in packages
+        node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom) and _moves(node, table)
     ]
     for node in sorted(nodes, key=lambda each: -each.lineno):
         indent, end = " " * node.col_offset, node.end_lineno or node.lineno
@@ -236,14 +235,21 @@ def _with_imports(text: str, table: Table) -> str:
     return "".join(lines)
 
 
+def _moves(node: ast.ImportFrom, table: Table) -> bool:
+    each = ((node.module or "", alias.name) for alias in node.names)
+    return any(name in table.exports or ".".join(name) in table.modules for name in each)
+
+
 def _imports(node: ast.ImportFrom, table: Table) -> Iterator[str]:
     for alias in node.names:
         as_name = f" as {alias.asname}" if alias.asname else ""
         full = f"{node.module}.{alias.name}"
-        home = table.exports.get((node.module or "", alias.name))
-        if home is None and full in table.modules:
-            home = table.modules[full].rpartition(".")[0]
-        yield f"from {home or node.module} import {alias.name}{as_name}"
+        home, name = table.exports.get((node.module or "", alias.name), node.module), alias.name
+        if full in table.modules:
+            home, _, name = table.modules[full].rpartition(".")
+        if name != alias.name and not as_name:
+            as_name = f" as {alias.name}"
+        yield f"from {home} import {name}{as_name}"
 
 
 def files() -> Iterable[Path]:

@@ -55,13 +55,13 @@ NAME_MECHANISMS = {
     "models/builder.py": "an expert's and a feed-forward's shapes are what it packs",
     "spec/model_config.py": "experts are alike in all layers, which is checked here",
     "backends/model_experts.py": "other engines take experts alone",
-    "kernels/gpu/pieces/attention.py": "long chunks are put together as latent attention's",
+    "kernels/gpu/cudnn_attention/attention.py": "long chunks are put together as latent attention's",
 }
 
 # Files that ask by themselves whether an expert is on the GPU. Others ask `experts/residency.py`. May only shrink.
 ASK_FOR_SLOTS = {
     "experts/residency.py": "the owner",
-    "experts/streams/travel_order.py": "places of experts that travel, -1: of nobody",
+    "experts/streaming/transfer_order.py": "places of experts that travel, -1: of nobody",
     "kernels/gpu/expert_rows.py": "a kernel skips pairs without a slot",
     "kernels/gpu/expert_tiles.py": "likewise",
     "kernels/gpu/experts.py": "an expert that is loaded has a slot",

@@ -11,6 +11,7 @@ TABLE = script.read_table(
     """
 # houses
 module tandem.config.norm tandem.spec.norm
+module tandem.config.old tandem.spec.new
 module tandem.config.choices tandem.planner.choices
 export tandem.config Norm tandem.spec.norm
 export tandem.config Plan tandem.planner.plan
@@ -30,6 +31,7 @@ NORM, PLAN = "from tandem.spec.norm import Norm\n", "from tandem.planner.plan im
         ("from tandem.config import (\n    Norm,\n    Plan,\n)\n", NORM + PLAN),
         ("from tandem.config import norm\n", "from tandem.spec import norm\n"),
         ("from tandem.config.choices import cached\n", "from tandem.planner.choices import cached\n"),
+        ("from tandem.config import old\n", "from tandem.spec import new as old\n"),
         ("import tandem.config.norm\n", "import tandem.spec.norm\n"),
         ('patch("tandem.config.norm.eps")\n', 'patch("tandem.spec.norm.eps")\n'),
         ("x = norm.spared + spared_bytes\n", "x = norm.reserved + spared_bytes\n"),

@@ -8,7 +8,7 @@ from time import perf_counter
 
 from tandem.engine.sequence import Sequence
 from tandem.engine.speculation.draft import LAYER_KINDS, Draft
-from tandem.engine.speculation.foretold import Foretold
+from tandem.engine.speculation.oracle_drafter import Foretold
 
 
 class Paid:

@@ -15,7 +15,7 @@ from scripted_drafts.routing import ToldRouting
 from tandem.bench.gaps.made_up import CopiedExperts, MadeUpStart, made_up_parts
 from tandem.bench.synthetic import SyntheticStore
 from tandem.engine.cpu_runner import StepModel
-from tandem.engine.speculation.chains import DraftingModel
+from tandem.engine.speculation.rollout import DraftingModel
 from tandem.engine.start.parts import EngineParts
 from tandem.experts import ExpertStore
 from tandem.experts.cpu_experts import Ticket

@@ -12,7 +12,7 @@ from scripted_drafts.paid import Paid
 from scripted_drafts.parts import Told, told_tokens
 from tandem.engine.engine import Engine
 from tandem.engine.protocol import GenerateRequest, SamplingSettings, SpeculationStats
-from tandem.engine.speculation.foretold import Foretold
+from tandem.engine.speculation.oracle_drafter import Foretold
 from tandem.planner.choices.speculation import DRAFT_ALGORITHMS, SpeculationPlan
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tandem.backends.kt import beside, layer
+from tandem.backends.kt import installed as beside
+from tandem.backends.kt import layer
 from tandem.errors import ConfigError, EngineError, TandemError
 from tiny import TinyModels
 

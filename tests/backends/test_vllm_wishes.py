@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tandem.backends.vllm.wishes import check, engine_config, wishes_of
+from tandem.backends.vllm.options import check, engine_config, wishes_of
 from tandem.errors import ConfigError
 
 

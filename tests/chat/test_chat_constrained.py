@@ -17,12 +17,12 @@ from tandem.engine.grammar import sources
 from tandem.engine.protocol import Grammar
 from tandem.errors import RequestError
 from tandem.server.chat.answer_parser import AnswerRules, FormattedText
+from tandem.server.chat.collect import whole_answer
 from tandem.server.chat.constraint import Speech, constraint
 from tandem.server.chat.conversation import Conversation, Tool, ToolChoice
 from tandem.server.chat.formats.reasoning_format import reasoning_format
 from tandem.server.chat.formats.tool_format import ToolFormat, tool_format, tool_formats
 from tandem.server.chat.held_tools import held_tools
-from tandem.server.chat.settled import whole_answer
 
 COLOURS = Tool(
     "paint",

@@ -9,6 +9,7 @@ import random
 import pytest
 
 from tandem.server.chat.answer_parser import AnswerRules, FormattedText, Markup
+from tandem.server.chat.collect import ChatAnswer, whole_answer
 from tandem.server.chat.events import (
     Finish,
     ReasoningDelta,
@@ -20,7 +21,6 @@ from tandem.server.chat.events import (
 from tandem.server.chat.formats.reasoning_format import reasoning_format
 from tandem.server.chat.formats.tool_format import tool_format, tool_formats
 from tandem.server.chat.reading.calls import short_id
-from tandem.server.chat.settled import ChatAnswer, whole_answer
 from tandem.text.reasoning_format import reasoning_formats
 from tool_outputs import ARGUMENTS, OUTPUTS, TOOLS, VARIANTS, WITHOUT_TEXT
 

@@ -13,6 +13,7 @@ import pytest
 from agent_turns import texts_in
 from own_templates import NAMES, PLAIN, own_template
 from tandem.server.chat.answer_parser import AnswerRules, FormattedText
+from tandem.server.chat.collect import ChatAnswer, whole_answer
 from tandem.server.chat.constraint import call_constraint
 from tandem.server.chat.conversation import Conversation, Tool, ToolChoice
 from tandem.server.chat.formats.reasoning_format import reasoning_format
@@ -24,7 +25,6 @@ from tandem.server.chat.formats.tool_format import (
     tool_formats,
 )
 from tandem.server.chat.formats.writing import write_calls
-from tandem.server.chat.settled import ChatAnswer, whole_answer
 from tandem.server.chat.template_fit import Render, fit_template
 from tandem.text.chat_template import ChatTemplate
 from tool_outputs import ARGUMENTS, NOW, TOOLS, WEATHER

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tandem.server.chat.answer_parser import AnswerRules, FormattedText
+from tandem.server.chat.collect import whole_answer
 from tandem.server.chat.conversation import Tool
 from tandem.server.chat.events import ToolCallEnd
 from tandem.server.chat.formats.reasoning_format import reasoning_format
 from tandem.server.chat.formats.tool_format import tool_format
 from tandem.server.chat.reading.source import AnswerSource
-from tandem.server.chat.settled import whole_answer
 from tandem.text.prompt import draft
 
 WEATHER = Tool("weather", "Tells it.", {"type": "object"})

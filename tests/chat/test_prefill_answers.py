@@ -18,10 +18,10 @@ from server_requests import run, user
 from tandem.engine.grammar import sources
 from tandem.engine.protocol import Grammar
 from tandem.server.chat.answer_parser import AnswerRules
+from tandem.server.chat.collect import ChatAnswer, whole_answer
 from tandem.server.chat.conversation import Conversation, Message, Tool, ToolChoice
 from tandem.server.chat.formats.tool_format import tool_format
 from tandem.server.chat.model import PreparedChat
-from tandem.server.chat.settled import ChatAnswer, whole_answer
 
 CITY = {
     "type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}, "required": ["city"],

@@ -13,7 +13,7 @@ import stored_formats
 from quantised_models import everything, experts_only, save_quantised
 from tandem.architectures.load import load_config
 from tandem.checkpoint import open_checkpoint
-from tandem.checkpoint.glance.from_names import INDEX, formats_from_names, read_index
+from tandem.checkpoint.metadata.from_names import INDEX, formats_from_names, read_index
 from tiny import VARIANTS, file_tensors, save_tiny, settings
 
 SIZES = settings(

@@ -17,7 +17,7 @@ from recorded_steps import tiny_engine
 from tandem.architectures.load import load_config
 from tandem.bench.architectures import named_config
 from tandem.checkpoint import load_model_config, open_checkpoint
-from tandem.checkpoint.glance.from_names import formats_from_names
+from tandem.checkpoint.metadata.from_names import formats_from_names
 from tandem.checkpoint.parts import is_table
 from tandem.checkpoint.tables import readers
 from tandem.convert import Conversion, convert

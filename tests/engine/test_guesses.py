@@ -16,7 +16,7 @@ from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Chunk
 from tandem.engine.speculation import ngram
 from tandem.engine.speculation.draft import Draft
-from tandem.engine.speculation.governor import PROBE_EVERY, FixedWidth, Governor
+from tandem.engine.speculation.draft_length import PROBE_EVERY, FixedWidth, Governor
 from tandem.engine.speculation.ngram import NGram, kind_of
 from tandem.engine.speculation.speculation import Speculation
 from tandem.engine.speculation.step_times import Curve, StepTimes, rounded

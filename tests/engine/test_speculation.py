@@ -32,7 +32,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.llm import Generation
 from tandem.engine.protocol import GenerateRequest, Grammar, SamplingSettings
 from tandem.engine.speculation.draft import Draft
-from tandem.engine.speculation.foretold import Foretold
+from tandem.engine.speculation.oracle_drafter import Foretold
 from tandem.engine.start.loader import load_parts
 from tandem.engine.start.parts import EngineParts
 from tandem.engine.step.batch import BatchArrays

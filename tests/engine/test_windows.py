@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fake_model import check_pages, greedy_reference, request, run
 from fake_windows import WINDOW, check_windows, poison, scored, windowed_config, windowed_engine, windows_of
 from tandem.engine.engine import Engine
-from tandem.engine.speculation.foretold import Foretold
+from tandem.engine.speculation.oracle_drafter import Foretold
 from tandem.engine.start.loader import load_parts
 from tandem.engine.state.arrays import allocate
 from tandem.flags.engine_config import EngineConfig

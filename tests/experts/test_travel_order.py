@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from tandem.experts.streams.travel_order import GRID, TravelOrder
+from tandem.experts.streaming.transfer_order import GRID, TravelOrder
 
 
 @dataclass

@@ -13,7 +13,7 @@ from foreign_models import ALONE, PAGED, ForeignModels
 from tandem import LLM, SamplingParams
 from tandem.engine.engine import Engine
 from tandem.engine.speculation.draft import Drafter
-from tandem.engine.speculation.foretold import Foretold
+from tandem.engine.speculation.oracle_drafter import Foretold
 from tandem.engine.start.loader import load_parts
 from tandem.flags.engine_config import EngineConfig
 from tandem.planner.choices.speculation import SpeculationPlan

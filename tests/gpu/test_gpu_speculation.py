@@ -19,7 +19,7 @@ from kernel_cases import INVARIANT_TIER
 from tandem import LLM
 from tandem.engine.engine import Engine
 from tandem.engine.protocol import Grammar, SamplingSettings
-from tandem.engine.speculation.foretold import Foretold
+from tandem.engine.speculation.oracle_drafter import Foretold
 from tandem.engine.start.loader import load_parts
 from tandem.engine.start.parts import EngineParts
 from tandem.flags.engine_config import EngineConfig

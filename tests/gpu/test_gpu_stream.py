@@ -34,10 +34,10 @@ from tandem.spec.gpu_scratch import StagingRing
 if AVAILABLE:
     from tandem.experts.hybrid_store import HybridStore
     from tandem.experts.live.copies import CudaCopies, hold_all
-    from tandem.experts.streams.bus import CudaBus
-    from tandem.experts.streams.measured import measured_rates
-    from tandem.experts.streams.stream import ExpertStream, Followed, streamed_layer
-    from tandem.experts.streams.stream import Layers as Layers_
+    from tandem.experts.streaming.copy_stream import CudaBus
+    from tandem.experts.streaming.measured import measured_rates
+    from tandem.experts.streaming.stream import ExpertStream, Followed, streamed_layer
+    from tandem.experts.streaming.stream import Layers as Layers_
     from tandem.kernels.gpu.ops import GpuOps
 
 pytestmark = [pytest.mark.gpu, needs_triton]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernel_cases import TIERS, require_tier
 from tandem import LLM, SamplingParams, _core
-from tandem.engine.speculation.foretold import Foretold
+from tandem.engine.speculation.oracle_drafter import Foretold
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.mechanisms.delta_net.shape import DeltaRule
 from tandem.mechanisms.delta_net.torch import DeltaOperator, DeltaState, DeltaWeights, TorchDelta

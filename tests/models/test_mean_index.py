@@ -13,9 +13,9 @@ from kernel_cases import TIERS, require_tier
 from paged_batches import PAGE, Batch, make_batch, random_tables
 from tandem import _core
 from tandem.errors import ConfigError
-from tandem.kernels.chosen import SelectedKeys
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
+from tandem.kernels.selected_keys import SelectedKeys
 from tandem.mechanisms.mean_index.shape import MeanIndex
 from tandem.mechanisms.mean_index.torch import ChooseBlocks, MeanWeights
 from tandem.mechanisms.token_index.pooled import PooledKeys

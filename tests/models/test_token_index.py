@@ -13,9 +13,9 @@ from kernel_cases import TIERS, require_tier
 from paged_batches import PAGE, IndexCase, check_choice
 from tandem import _core
 from tandem.errors import KernelError
-from tandem.kernels.chosen import SelectedKeys
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
+from tandem.kernels.selected_keys import SelectedKeys
 from tandem.mechanisms.token_index.cpu import CpuChosenAttention
 from tandem.mechanisms.token_index.shape import Index
 from tandem.mechanisms.token_index.torch import IndexWeights, TorchTokenIndex, attend_chosen

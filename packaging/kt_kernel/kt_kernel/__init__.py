@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from tandem import __version__
-from tandem.backends.kt.beside import check_alone
+from tandem.backends.kt.installed import check_alone
 from tandem.backends.kt.layer import KtLayer as KTMoEWrapper
 from tandem.backends.kt.layer import generate_gpu_experts_masks
 

@@ -261,7 +261,9 @@ def named_subject(name: str) -> tuple[ModelConfig, StoredFormats]:
     model = config_from_dict(keys)
     if "quantization_config" not in keys:
         return model, StoredFormats()
-    from tandem.checkpoint.glance.from_names import formats_from_names  # torch: names alone must not load it
+    from tandem.checkpoint.metadata.from_names import (
+        formats_from_names,  # torch: names alone must not load it
+    )
 
     with tempfile.TemporaryDirectory(prefix="tandem-plan-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(keys))

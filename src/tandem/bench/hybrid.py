@@ -50,7 +50,7 @@ from tandem.experts.hybrid_store import HybridStore
 from tandem.experts.live.copies import CudaCopies
 from tandem.experts.live.live_experts import LiveExperts
 from tandem.experts.placement import ExpertPlacement
-from tandem.experts.streams.stream import ExpertStream
+from tandem.experts.streaming.stream import ExpertStream
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.cpu_ops import CpuOps

@@ -19,7 +19,7 @@ from tandem.bench.rows import machine_name, progress, stamp, write
 from tandem.engine.engine import Engine
 from tandem.engine.pace import PrefillPace
 from tandem.engine.protocol import GenerateRequest, SamplingSettings, SpeculationStats
-from tandem.engine.speculation.foretold import Foretold
+from tandem.engine.speculation.oracle_drafter import Foretold
 from tandem.engine.start.loader import load_parts
 from tandem.engine.start.parts import EngineParts
 from tandem.flags.engine_config import EngineConfig

@@ -16,7 +16,7 @@ from tandem.checkpoint import checkpoint as safetensors
 from tandem.checkpoint.gguf_checkpoint import GGUFCheckpoint
 from tandem.checkpoint.gguf_config import config_json, generation_json
 from tandem.checkpoint.gguf_model import is_gguf, open_gguf
-from tandem.checkpoint.glance.kt_packed import check_not_kt_packed
+from tandem.checkpoint.metadata.kt_packed import check_not_kt_packed
 from tandem.checkpoint.tables.readers import ignored
 from tandem.errors import CheckpointError, ConfigError
 from tandem.formats.codes import Weight

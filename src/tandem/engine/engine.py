@@ -22,7 +22,7 @@ from tandem.engine.sampling.logprobs import score_prompt
 from tandem.engine.sampling.sampler import Sampled, fresh_seed
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Chunk, Sequence, masks_of, show
-from tandem.engine.speculation.made import speculation_of
+from tandem.engine.speculation.from_plan import speculation_of
 from tandem.engine.speculation.speculation import Speculation
 from tandem.engine.start.parts import EngineParts
 from tandem.engine.state.kv_cache import KVCache

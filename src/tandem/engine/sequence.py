@@ -15,7 +15,7 @@ from tandem.engine.protocol import SamplingSettings, TokenLogprob
 from tandem.engine.sampling.masks import RowMasks
 from tandem.engine.sampling.repetitions import Repetitions
 from tandem.engine.vision.rows import ImageRows
-from tandem.engine.vision.seen import SequenceImages
+from tandem.engine.vision.sequence_images import SequenceImages
 from tandem.engine.vision.spans import ImageSpan
 from tandem.spec.vision import Tower
 

@@ -25,7 +25,7 @@ from tandem.kernels.ops import ExpertBiases, Routing, SureRead
 from tandem.kernels.packed.cache import KeptLayer
 
 if TYPE_CHECKING:
-    from tandem.experts.streams.stream import ExpertStream
+    from tandem.experts.streaming.stream import ExpertStream
     from tandem.kernels.gpu.experts import GpuExperts, PartialSums
 
 LEAST_EXPECTED = 0.75

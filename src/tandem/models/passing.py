@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tandem.kernels.chosen import SelectedKeys
 from tandem.kernels.ops import Addend, Linear, Tally
+from tandem.kernels.selected_keys import SelectedKeys
 from tandem.kernels.step_rows import StepRows, step_rows
 from tandem.models.batch import ForwardBatch
 

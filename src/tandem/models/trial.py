@@ -13,7 +13,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from tandem.checkpoint import Checkpoint
-from tandem.checkpoint.glance.headers import HeadersOnly
+from tandem.checkpoint.metadata.headers import HeadersOnly
 from tandem.kernels.ops import Ops
 from tandem.models.builder import Builder
 from tandem.models.model import Model

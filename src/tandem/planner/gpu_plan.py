@@ -14,8 +14,8 @@ from tandem.machine.machine import Machine
 from tandem.mechanisms.cost import cost_of
 from tandem.planner.attention_backend import why_unread
 from tandem.planner.choices.deterministic import depends_on_others
+from tandem.planner.choices.expert_streaming import graph_bytes
 from tandem.planner.choices.left_to_ram import expert_bytes
-from tandem.planner.choices.travelling import graph_bytes
 from tandem.planner.cuda_graphs import captured_sizes, settled_sizes
 from tandem.planner.expert_sizes import expert_sizes
 from tandem.planner.forecast.ledger import VRAM, Ledger, LedgerEntry, ledger

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from tandem.flags.engine_config import EngineConfig
 from tandem.machine.gpus import Gpu, equals
 from tandem.machine.machine import Machine
+from tandem.planner.choices.expert_streaming import threshold_not_reached
 from tandem.planner.choices.speculation import speculation_notices, why_one_token
-from tandem.planner.choices.travelling import threshold_not_reached
 from tandem.planner.cuda_graphs import GRAPH_FLAGS
 from tandem.planner.gpu_plan import SHARE_FIELDS
 from tandem.planner.stages.pool import gpus_of_stages

@@ -9,15 +9,15 @@ from tandem.errors import ConfigError, DoesNotFit
 from tandem.flags.engine_config import EngineConfig
 from tandem.machine.machine import Machine
 from tandem.planner.best_plan import any_plan, best_plan
-from tandem.planner.choices.asked import as_asked
 from tandem.planner.choices.images import with_images
+from tandem.planner.choices.requested import as_asked
 from tandem.planner.choices.threads import plan_threads
 from tandem.planner.expert_format import expert_format_of
 from tandem.planner.in_place import against_in_place
 from tandem.planner.one_plan import PlanRequest, kernel_tier
 from tandem.planner.plan import Plan
+from tandem.planner.ranks.notices import told
 from tandem.planner.ranks.ranked import ranked
-from tandem.planner.ranks.told import told
 from tandem.spec.model_config import ModelConfig
 from tandem.spec.stored import UNQUANTISED, StoredFormats
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from tandem.errors import ConfigError, DoesNotFit, GpuTooSmall
 from tandem.machine.gpus import Gpu
+from tandem.planner.choices.expert_streaming import experts_kept_off, graph_bytes, ring_for, streams_not
 from tandem.planner.choices.left_to_ram import asked_experts, expert_bytes, short_of_ram, ways_out
 from tandem.planner.choices.speculation import check_gpu_drafts
-from tandem.planner.choices.travelling import experts_kept_off, graph_bytes, ring_for, streams_not
 from tandem.planner.cuda_graphs import prompt_sizes
 from tandem.planner.expert_sizes import ExpertSizes, expert_sizes
 from tandem.planner.gpu_plan import (

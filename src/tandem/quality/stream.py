@@ -19,9 +19,9 @@ from tandem.errors import ConfigError
 from tandem.experts import RoutedExperts
 from tandem.experts.deferral import Deferral, Due, LateExperts, who_defers
 from tandem.flags.engine_config import EngineConfig
-from tandem.kernels.chosen import SelectedKeys
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import ExpertBiases, Linear, Ops
+from tandem.kernels.selected_keys import SelectedKeys
 from tandem.kernels.this_machine import this_machine
 from tandem.kernels.workers import planned_pool
 from tandem.machine.machine import Machine

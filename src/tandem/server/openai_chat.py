@@ -11,7 +11,7 @@ from tandem.server.chat.answer_grammar import grammar_field
 from tandem.server.chat.openai.request import conversation_of
 from tandem.server.chat.openai.schema import ChatRequest
 from tandem.server.chat.openai.writer import ChatWriter
-from tandem.server.chat.wishes import Wishes, prepare_wishes
+from tandem.server.chat.optional_fields import Wishes, prepare_wishes
 from tandem.server.errors import named
 from tandem.server.fields import name_ignored, read_as
 from tandem.server.generation import SubmittedRequests

@@ -67,7 +67,7 @@ def experts_at_once(hidden: int, width: int, scratch: int) -> int:
     return min(1023, max(1, scratch // unpacked_bytes(hidden, width)))
 
 
-# Of experts that travel to the GPU for a step (`experts/streams/`).
+# Of experts that travel to the GPU for a step (`experts/streaming/`).
 PART_BYTES = 128 << 20  # of the ring that are copied, waited for and unpacked at once; or one expert
 RING_BYTES = 768 << 20
 PART_EXPERTS = 16  # of large ones a part has so many, as far as two fit: the host gives each part's kernels for 0.5 ms

@@ -10,7 +10,7 @@ import pytest
 
 from plans import GIB, with_gpu
 from tandem.bench.architectures import named_config, named_subject
-from tandem.checkpoint.glance.from_names import INDEX, IndexNames
+from tandem.checkpoint.metadata.from_names import INDEX, IndexNames
 from tandem.errors import ConfigError
 from tandem.flags.engine_config import EngineConfig
 from tandem.models.draft_layer import with_stored_drafts

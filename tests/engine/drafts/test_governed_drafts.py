@@ -14,8 +14,8 @@ from covering import pairwise
 from governed_grid import Text
 from tandem.engine.sequence import Chunk
 from tandem.engine.speculation.draft import LAYER_KINDS, Draft
-from tandem.engine.speculation.governor import PROBE_EVERY, Chances, Governor
-from tandem.engine.speculation.shadows import SHADOW_EVERY, Shadows
+from tandem.engine.speculation.draft_length import PROBE_EVERY, Chances, Governor
+from tandem.engine.speculation.dry_run_drafts import SHADOW_EVERY, Shadows
 from tandem.engine.speculation.speculation import Speculation
 from tandem.engine.speculation.step_times import StepTimes
 

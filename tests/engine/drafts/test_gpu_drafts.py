@@ -14,7 +14,7 @@ from fake_model import check_pages, request, run, token_ids
 from gpu import needs_cuda
 from kernel_cases import INVARIANT_TIER
 from tandem.engine.engine import Engine
-from tandem.engine.speculation.gpu_chains import GpuChains
+from tandem.engine.speculation.gpu_rollout import GpuChains
 from tandem.engine.start.loader import load_parts
 from tandem.engine.start.parts import EngineParts
 from tandem.flags.engine_config import EngineConfig

@@ -14,7 +14,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.gpu_runner import GpuRunner
 from tandem.engine.sequence import Sequence
 from tandem.engine.speculation.draft import Draft
-from tandem.engine.speculation.foretold import Foretold
+from tandem.engine.speculation.oracle_drafter import Foretold
 from tandem.engine.start.loader import load_parts
 from tandem.flags.engine_config import EngineConfig
 

@@ -8,7 +8,7 @@ import pytest
 
 from governed_grid import Cell, Decoding, Text
 from tandem.engine.speculation.draft import LAYER_KINDS, Draft
-from tandem.engine.speculation.shadows import CHEAP_ROWS
+from tandem.engine.speculation.dry_run_drafts import CHEAP_ROWS
 from tandem.engine.speculation.speculation import _cheapest
 
 

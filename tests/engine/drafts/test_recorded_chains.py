@@ -15,9 +15,9 @@ from covering import one_of_each_type
 from draft_models import FAMILIES, PROMPTS, chunks_of, drafted, engine_of
 from fake_model import check_pages, request
 from recorded_chains import CPU, recording
-from tandem.engine.speculation.chain_inputs import ChainInputs, ChainShape
-from tandem.engine.speculation.drawn_rows import DraftRows
-from tandem.engine.speculation.gpu_chains import GpuChains
+from tandem.engine.speculation.draft_batch import DraftRows
+from tandem.engine.speculation.gpu_rollout import GpuChains
+from tandem.engine.speculation.rollout_inputs import ChainInputs, ChainShape
 from tandem.planner.cuda_graphs import draft_sizes
 from tiny import VARIANTS
 

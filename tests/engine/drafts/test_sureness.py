@@ -6,10 +6,10 @@ import random
 
 import pytest
 
+from tandem.engine.speculation.confidence import PARTS, Sureness
 from tandem.engine.speculation.draft import LAYER_KINDS, Draft
-from tandem.engine.speculation.governor import FixedWidth, Governor
+from tandem.engine.speculation.draft_length import FixedWidth, Governor
 from tandem.engine.speculation.step_times import StepTimes
-from tandem.engine.speculation.sureness import PARTS, Sureness
 
 SIZE = 5
 KINDS = tuple(range(LAYER_KINDS, LAYER_KINDS + SIZE))

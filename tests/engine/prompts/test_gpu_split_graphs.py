@@ -18,8 +18,8 @@ from tandem.spec.gpu_scratch import StagingRing
 if AVAILABLE:
     from tandem.engine.start.gpu_side import begin_step
     from tandem.experts.live.copies import CudaCopies, hold_all
-    from tandem.experts.streams.bus import CudaBus
-    from tandem.experts.streams.stream import ExpertStream, Followed, streamed_layer
+    from tandem.experts.streaming.copy_stream import CudaBus
+    from tandem.experts.streaming.stream import ExpertStream, Followed, streamed_layer
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
 VARIANT, ROWS = "qwen3_moe-gpu", 32

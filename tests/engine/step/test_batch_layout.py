@@ -18,7 +18,7 @@ import tandem
 from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
 from tandem.engine.graphs.prefill_graphs import SEQUENCES, ChunkInputs
 from tandem.engine.sequence import Chunk
-from tandem.engine.speculation.drawn_rows import DraftRows, batch_of
+from tandem.engine.speculation.draft_batch import DraftRows, batch_of
 from tandem.engine.step.batch import BatchArrays, moved
 from tandem.models import ForwardBatch
 from tandem.planner.host_memory import graph_input_bytes

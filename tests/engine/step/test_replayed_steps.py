@@ -12,7 +12,7 @@ import pytest
 from fake_model import check_pages, fake_logits, greedy_reference, request, run, token_ids
 from replayed_graphs import replayed_engine
 from tandem.engine.engine import Engine
-from tandem.engine.speculation.foretold import Foretold
+from tandem.engine.speculation.oracle_drafter import Foretold
 from tandem.engine.step.path import Path
 from tandem.planner.choices.speculation import SpeculationPlan
 

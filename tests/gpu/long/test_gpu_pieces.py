@@ -18,9 +18,9 @@ from tandem.spec.rope import Rope
 
 if AVAILABLE:
     from tandem.kernels.gpu.attention import TritonAttention
-    from tandem.kernels.gpu.pieces import attention, runs
-    from tandem.kernels.gpu.pieces.attention import Heads, PieceAttention, attend_for
-    from tandem.kernels.gpu.pieces.runs import is_heavy, runs_of
+    from tandem.kernels.gpu.cudnn_attention import attention, runs
+    from tandem.kernels.gpu.cudnn_attention.attention import Heads, PieceAttention, attend_for
+    from tandem.kernels.gpu.cudnn_attention.runs import is_heavy, runs_of
 
 pytestmark = [pytest.mark.gpu, needs_triton]
 HEADS, KV_HEADS, DIM, VALUE = 6, 2, 16, 16

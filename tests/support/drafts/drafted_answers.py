@@ -9,7 +9,7 @@ from draft_models import PROMPTS
 from fake_model import check_pages, request, run, token_ids
 from tandem.engine.engine import Engine
 from tandem.engine.protocol import GenerateRequest
-from tandem.engine.speculation.foretold import Foretold
+from tandem.engine.speculation.oracle_drafter import Foretold
 from tandem.engine.start.parts import EngineParts
 from tandem.planner.choices.speculation import SpeculationPlan
 

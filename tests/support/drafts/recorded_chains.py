@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from tandem.engine.engine import Engine
-from tandem.engine.speculation.chain_inputs import ChainShape
-from tandem.engine.speculation.gpu_chains import GpuChains, GpuDrafts
+from tandem.engine.speculation.gpu_rollout import GpuChains, GpuDrafts
+from tandem.engine.speculation.rollout_inputs import ChainShape
 from tandem.experts.handoff import Handoff
 from tandem.experts.handoff_counts import HandoffSizes
 

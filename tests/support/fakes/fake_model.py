@@ -16,7 +16,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.protocol import GenerateRequest, SamplingSettings, TokenOutput
 from tandem.engine.sequence import Status
 from tandem.engine.speculation.draft import Drafter
-from tandem.engine.speculation.foretold import Foretold
+from tandem.engine.speculation.oracle_drafter import Foretold
 from tandem.engine.start.parts import EngineParts
 from tandem.mechanisms.dense.shape import Dense
 from tandem.mechanisms.grouped_query.shape import Gqa

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from tandem.backends.host import Host
-from tandem.backends.kt.beside import known_faults
+from tandem.backends.kt.installed import known_faults
 from tandem.backends.model_experts import LayerExperts, ModelExperts
 from tandem.backends.options import experts_config
-from tandem.checkpoint.glance.kt_packed import check_not_kt_packed
+from tandem.checkpoint.metadata.kt_packed import check_not_kt_packed
 from tandem.errors import ConfigError, EngineError
 
 _log = logging.getLogger("kt_kernel")

@@ -19,7 +19,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.models.utils import extract_layer_index
 
 from tandem.backends import Host, LayerExperts, ModelExperts
-from tandem.backends.vllm.wishes import WHERE, engine_config
+from tandem.backends.vllm.options import WHERE, engine_config
 from tandem.errors import ConfigError
 from tandem.spec.shard import RankShard
 

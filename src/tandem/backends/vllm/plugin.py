@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
-from tandem.backends.vllm.wishes import OPTION, WHERE, check, wishes_of
+from tandem.backends.vllm.options import OPTION, WHERE, check, wishes_of
 from tandem.errors import ConfigError
 
 KNOWN = "0.26 to 0.33"

@@ -32,7 +32,7 @@ from tandem.kernels.ops import Ops
 from tandem.kernels.packed.cache import KeptLayer
 from tandem.kernels.this_machine import this_machine
 from tandem.kernels.workers import planned_pool
-from tandem.planner.choices.asked import as_asked
+from tandem.planner.choices.requested import as_asked
 from tandem.planner.plan import Plan
 from tandem.planner.resolve import resolve
 from tandem.server.engine_process import LoadedEngine, print_plan, take_cpus, warm_gpu, warm_up

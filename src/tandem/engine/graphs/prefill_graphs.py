@@ -22,7 +22,7 @@ from tandem.engine.step.hooks import HostWork, Recorder, StepHooks
 from tandem.engine.step.prefill import LayerPieces, PausingModel, States
 from tandem.engine.step.streams import Streams
 from tandem.experts.usage.expert_usage import ExpertUsage
-from tandem.kernels.gpu.pieces.runs import is_heavy
+from tandem.kernels.gpu.cudnn_attention.runs import is_heavy
 from tandem.kernels.ops import Tally
 from tandem.models.batch import ForwardBatch
 from tandem.planner.cuda_graphs import PROMPT_SEQUENCES as SEQUENCES

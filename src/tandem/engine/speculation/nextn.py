@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Rows
 
 from tandem.engine.sequence import Sequence
-from tandem.engine.speculation.chains import Chains
 from tandem.engine.speculation.draft import LAYER_KINDS, Draft
-from tandem.engine.speculation.drawn_rows import DraftRows
-from tandem.engine.speculation.made_rows import MadeRows
+from tandem.engine.speculation.draft_batch import DraftRows
+from tandem.engine.speculation.draft_kv import MadeRows
+from tandem.engine.speculation.rollout import Chains
 
 USUAL_ROWS = 64  # of a sequence, at most, in a call whose time is like that of others
 

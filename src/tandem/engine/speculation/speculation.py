@@ -12,8 +12,8 @@ from tandem.engine.protocol import SpeculationStats
 from tandem.engine.scheduler import Grow
 from tandem.engine.sequence import Sequence
 from tandem.engine.speculation.draft import Draft, Drafter, Drawing, Saying
-from tandem.engine.speculation.governor import FixedWidth, Governor, Widths
-from tandem.engine.speculation.shadows import CHEAP_ROWS, Shadows
+from tandem.engine.speculation.draft_length import FixedWidth, Governor, Widths
+from tandem.engine.speculation.dry_run_drafts import CHEAP_ROWS, Shadows
 from tandem.engine.speculation.step_times import StepTimes
 from tandem.engine.step.step import SequenceOutput
 

@@ -15,7 +15,7 @@ from tandem.experts.hybrid_experts import HybridExperts
 from tandem.experts.hybrid_store import HybridStore
 from tandem.experts.placement import ExpertPlacement
 from tandem.experts.stage_handoffs import StageHandoffs
-from tandem.experts.streams.stream import ExpertStream
+from tandem.experts.streaming.stream import ExpertStream
 from tandem.experts.usage.staged_usage import StagedUsage
 from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.cpu_ops import CpuOps

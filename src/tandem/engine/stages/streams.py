@@ -8,7 +8,7 @@ from functools import partial
 from tandem.engine.stages.sides import StagedSides
 from tandem.engine.start.gpu_side import GpuSide, registered, stream_of
 from tandem.experts.hybrid_experts import HybridExperts
-from tandem.experts.streams.stream import ExpertStream, Followed, streamed_layer
+from tandem.experts.streaming.stream import ExpertStream, Followed, streamed_layer
 from tandem.experts.usage.staged_usage import StagedUsage
 from tandem.kernels.gpu.ops import GpuOps
 from tandem.models import Progress

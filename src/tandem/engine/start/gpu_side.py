@@ -25,9 +25,16 @@ from tandem.experts.live.live_experts import LiveExperts, UsageCounter
 from tandem.experts.live.policy import LivePolicy, PolicySettings
 from tandem.experts.placement import ExpertPlacement
 from tandem.experts.residency import Residency
-from tandem.experts.streams.bus import CudaBus
-from tandem.experts.streams.measured import measured_rates
-from tandem.experts.streams.stream import Cuts, ExpertStream, Followed, Layers, StreamedLayer, streamed_layer
+from tandem.experts.streaming.copy_stream import CudaBus
+from tandem.experts.streaming.measured import measured_rates
+from tandem.experts.streaming.stream import (
+    Cuts,
+    ExpertStream,
+    Followed,
+    Layers,
+    StreamedLayer,
+    streamed_layer,
+)
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.gpu.attention_backends import attention_of

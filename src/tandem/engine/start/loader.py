@@ -45,7 +45,7 @@ from tandem.kernels.ranks.meeting import Meeting
 from tandem.kernels.this_machine import these_cpus
 from tandem.kernels.workers import planned_pool
 from tandem.machine.machine import Machine
-from tandem.planner.choices.asked import as_asked
+from tandem.planner.choices.requested import as_asked
 from tandem.planner.choices.threads import plan_threads
 from tandem.planner.in_place import stored_in
 from tandem.planner.plan import Plan

@@ -16,8 +16,8 @@ from tandem.checkpoint import (
     with_experts,
 )
 from tandem.checkpoint.demo_text import CONFIG
-from tandem.checkpoint.elsewhere.drafts import draft_directory
-from tandem.checkpoint.glance.from_names import IndexNames, formats_from_names
+from tandem.checkpoint.metadata.from_names import IndexNames, formats_from_names
+from tandem.checkpoint.overlay.drafts import draft_directory
 from tandem.engine.expert_statistics import expert_placement
 from tandem.errors import ConfigError
 from tandem.flags.engine_config import EngineConfig

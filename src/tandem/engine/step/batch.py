@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.sequence import Chunk, Sequence
-from tandem.engine.vision.seen import seen_of, turns_of
+from tandem.engine.vision.sequence_images import seen_of, turns_of
 from tandem.models.batch import ForwardBatch, ImageRowBatch
 
 

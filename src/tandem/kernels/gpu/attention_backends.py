@@ -45,7 +45,7 @@ def attention_of(
     """shape and device: for those that plan. Raises ConfigError when the backend's package cannot be used."""
     if name == "triton":  # imported where it is used: Triton may be missing
         from tandem.kernels.gpu.attention import TritonAttention
-        from tandem.kernels.gpu.pieces.attention import PieceAttention
+        from tandem.kernels.gpu.cudnn_attention.attention import PieceAttention
 
         return PieceAttention(TritonAttention())
     if name == "torch":

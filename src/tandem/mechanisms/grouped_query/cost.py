@@ -98,9 +98,9 @@ class Cost(cost.Cost[Gqa]):
 
 
 def gqa_scratch_bytes(mixer: Gqa, step: StepSize) -> int:
-    """Bytes of one layer whose long chunks are computed piece by piece (`kernels/gpu/pieces/`). Two pieces' keys and
-    values: the next is gathered before the last is free. Those in pages of another dtype are gathered as they are, one
-    kind at a time, and converted. Results of all rows wait to be put together, which takes them twice."""
+    """Bytes of one layer whose long chunks are computed piece by piece (`kernels/gpu/cudnn_attention/`). Two pieces'
+    keys and values: the next is gathered before the last is free. Those in pages of another dtype are gathered as they
+    are, one kind at a time, and converted. Results of all rows wait to be put together, which takes them twice."""
     if mixer.window or mixer.sinks:
         return 0
     rows = min(step.rows, gqa_rows(mixer.heads, mixer.head_dim, mixer.value_dim)) + 3 * GQA_ROUND

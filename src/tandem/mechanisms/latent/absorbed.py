@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from tandem.kernels.batch_layout import KernelBatch
-from tandem.kernels.chosen import SelectedKeys
 from tandem.kernels.ops import ColumnCopy, ColumnRun, Ops, PerHead, RopeTables
+from tandem.kernels.selected_keys import SelectedKeys
 
 
 class LatentSizes(NamedTuple):

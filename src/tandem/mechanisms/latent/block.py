@@ -8,8 +8,8 @@ from torch import Tensor
 
 from tandem.architectures.names import Names
 from tandem.formats.cut import numbers, rows_of
-from tandem.kernels.chosen import SelectedKeys
 from tandem.kernels.ops import Linear, SureRead
+from tandem.kernels.selected_keys import SelectedKeys
 from tandem.mechanisms.latent.absorbed import LatentHeads, LatentSizes, LatentWeights
 from tandem.mechanisms.latent.shape import Latent, QueryScale
 from tandem.mechanisms.token_index.block import PooledChoice, TokenChoice

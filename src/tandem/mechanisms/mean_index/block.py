@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tandem.kernels.chosen import SelectedKeys
 from tandem.kernels.ops import SureRead
+from tandem.kernels.selected_keys import SelectedKeys
 from tandem.mechanisms.mean_index.shape import MeanIndex
 from tandem.mechanisms.mean_index.torch import ChooseBlocks, MeanWeights
 from tandem.mechanisms.token_index.pooled import PooledKeys

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from tandem import _core
 from tandem.kernels.batch_views import checked
-from tandem.kernels.chosen import SelectedKeys
 from tandem.kernels.cpu_ops import CpuOps, heads_of
+from tandem.kernels.selected_keys import SelectedKeys
 from tandem.kernels.step_rows import StepContext
 from tandem.mechanisms.mean_index.rows import as_sequences
 from tandem.mechanisms.mean_index.shape import MeanIndex

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tandem.kernels.chosen import SelectedKeys
+from tandem.kernels.selected_keys import SelectedKeys
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.kernels.chosen import SelectedKeys
 from tandem.kernels.ops import Ops
+from tandem.kernels.selected_keys import SelectedKeys
 from tandem.kernels.step_rows import StepContext, StepRows
 from tandem.mechanisms.mean_index.rows import as_sequences
 from tandem.mechanisms.mean_index.shape import MeanIndex

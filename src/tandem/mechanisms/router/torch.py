@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tandem.kernels.expert_counts import count_choices
 from tandem.kernels.ops import Routing, Tally
-from tandem.kernels.tally import count_choices
 from tandem.mechanisms.router.scores import SCORES, Side
 from tandem.mechanisms.router.shape import Router
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tandem.kernels.chosen import SelectedKeys
 from tandem.kernels.ops import SureRead
+from tandem.kernels.selected_keys import SelectedKeys
 from tandem.mechanisms.token_index.pooled import KeyPoolWeights, PooledIndex, PooledKeys
 from tandem.mechanisms.token_index.shape import Index
 from tandem.mechanisms.token_index.torch import IndexWeights, TokenIndex

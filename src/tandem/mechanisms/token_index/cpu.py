@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tandem import _core
 from tandem.kernels.batch_layout import KernelBatch
-from tandem.kernels.chosen import SelectedKeys
+from tandem.kernels.selected_keys import SelectedKeys
 from tandem.kernels.step_rows import StepContext
 from tandem.mechanisms.token_index.pooled import KeyPoolWeights, PooledIndex, PooledKeys, close_pools
 from tandem.mechanisms.token_index.shape import Index

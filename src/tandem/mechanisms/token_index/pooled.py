@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.kernels.chosen import SelectedKeys
+from tandem.kernels.selected_keys import SelectedKeys
 from tandem.kernels.step_rows import StepContext, StepRows
 from tandem.mechanisms.token_index.shape import Index
 from tandem.spec.state import LANES

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.kernels.batch_layout import KernelBatch
-from tandem.kernels.chosen import SelectedKeys
+from tandem.kernels.selected_keys import SelectedKeys
 from tandem.mechanisms.token_index.pooled import KeyPoolWeights, PooledIndex, TorchPooledIndex
 from tandem.mechanisms.token_index.shape import Index
 

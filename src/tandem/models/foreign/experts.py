@@ -12,8 +12,8 @@ from tandem.errors import CheckpointError
 from tandem.experts import ExpertMatrices, RoutedExperts
 from tandem.formats.codes import Weight, WeightCodes
 from tandem.formats.cut import numbers, rows_of
+from tandem.kernels.expert_counts import count_choices
 from tandem.kernels.ops import Routing, Tally
-from tandem.kernels.tally import count_choices
 from tandem.models.foreign.names import TensorRecipe, module_of
 from tandem.models.foreign.stored import StoredTensors
 from tandem.models.names import ungated

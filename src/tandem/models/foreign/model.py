@@ -13,9 +13,9 @@ from tandem.architectures.foreign.skeleton import layer_of, skeleton
 from tandem.errors import EngineError
 from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder
-from tandem.models.foreign.alone import AloneModel
 from tandem.models.foreign.attention import PagedAttention
 from tandem.models.foreign.experts import ForeignExperts
+from tandem.models.foreign.single_sequence import AloneModel
 from tandem.models.foreign.weights import WeightLoader
 from tandem.models.passing import States
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.planner.choices.travelling import experts_kept_off
+from tandem.planner.choices.expert_streaming import experts_kept_off
 from tandem.planner.expert_format import unrounded_format
 from tandem.planner.memory import MemoryRequest
 from tandem.spec.model_config import STORED, ModelConfig

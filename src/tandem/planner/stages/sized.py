@@ -10,8 +10,8 @@ from itertools import pairwise
 from tandem.errors import GpuTooSmall
 from tandem.machine.gpus import Gpu
 from tandem.planner.choices.decision import Decision
+from tandem.planner.choices.expert_streaming import NO_STREAMS
 from tandem.planner.choices.left_to_ram import asked_experts, expert_bytes
-from tandem.planner.choices.travelling import NO_STREAMS
 from tandem.planner.forecast.speeds import GPU_GBPS, gpu_model
 from tandem.planner.gpu_plan import GPU_FRACTION, StagePlan, dense_bytes
 from tandem.planner.memory import MemoryRequest, gib

@@ -13,9 +13,9 @@ from tandem.engine.protocol import TokenOutput
 from tandem.server.anthropic.errors import error_body
 from tandem.server.anthropic.schema import MessageResponse, OutputDetails, Usage
 from tandem.server.chat.answer_parser import AnswerParser
+from tandem.server.chat.collect import AnsweredCall, CutCall, SettledEvent
 from tandem.server.chat.events import Finish, ReasoningDelta, TextDelta
 from tandem.server.chat.one_answer import OneAnswer
-from tandem.server.chat.settled import AnsweredCall, CutCall, SettledEvent
 from tandem.server.chat.tools_in_text import arguments_object
 from tandem.server.errors import ApiError
 from tandem.server.generation import frame

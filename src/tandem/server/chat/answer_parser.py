@@ -20,7 +20,7 @@ from tandem.server.chat.formats.tool_format import ToolFormat
 from tandem.server.chat.reading.answer_reader import AnswerReader
 from tandem.server.chat.reading.calls import CallWriter
 from tandem.server.chat.reading.channel_reader import ChannelReader
-from tandem.server.chat.reading.said import ShownText
+from tandem.server.chat.reading.shown_text import ShownText
 from tandem.server.chat.reading.source import AnswerSource, Reading
 from tandem.text.reasoning_format import ReasoningFormat
 

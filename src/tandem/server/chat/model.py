@@ -14,8 +14,8 @@ from tandem.engine.protocol import SamplingSettings
 from tandem.engine.vision.spans import ImageSpan
 from tandem.errors import TandemError
 from tandem.server.chat.answer_parser import AnswerParser, AnswerRules
+from tandem.server.chat.answer_prefix import BegunAnswer, begun_answer
 from tandem.server.chat.attachments import unread_image
-from tandem.server.chat.begun import BegunAnswer, begun_answer
 from tandem.server.chat.constraint import Speech, constraint
 from tandem.server.chat.content import Content, Image, images_of, joined
 from tandem.server.chat.conversation import Conversation, Message, Role

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 
 from tandem.engine.protocol import TokenOutput
 from tandem.server.chat.answer_parser import AnswerParser
+from tandem.server.chat.collect import SettledCalls, SettledEvent
 from tandem.server.chat.events import ChatEvent, Finish, joined
-from tandem.server.chat.settled import SettledCalls, SettledEvent
 
 
 class OneAnswer:

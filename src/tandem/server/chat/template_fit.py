@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 from tandem.errors import RequestError
 from tandem.server.chat.answer_parser import AnswerRules, FormattedText
+from tandem.server.chat.collect import whole_answer
 from tandem.server.chat.conversation import Tool
 from tandem.server.chat.formats.tool_format import ToolFormat, Written
-from tandem.server.chat.settled import whole_answer
 from tandem.server.chat.tools_in_text import tool_for_template
 
 Render = Callable[..., str]  # (messages, add_generation_prompt=…, **variables), raises RequestError

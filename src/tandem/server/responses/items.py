@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from tandem.server.chat.collect import AnsweredCall, CutCall, SettledEvent
 from tandem.server.chat.conversation import Message, ToolCall
 from tandem.server.chat.events import Finish, ReasoningDelta, TextDelta
-from tandem.server.chat.settled import AnsweredCall, CutCall, SettledEvent
 from tandem.server.openai_sampling import new_id
 from tandem.server.responses.tools import Offer, Offered, text_input
 

@@ -13,7 +13,7 @@ from tandem.errors import RequestError
 from tandem.server.body import answers, body_schema, json_response
 from tandem.server.chat.answer_grammar import NamedSchema, ResponseFormat
 from tandem.server.chat.conversation import Message
-from tandem.server.chat.wishes import Wishes, prepare_wishes
+from tandem.server.chat.optional_fields import Wishes, prepare_wishes
 from tandem.server.errors import ApiError, as_api_error, named
 from tandem.server.fields import name_ignored, read_as
 from tandem.server.generation import EVENTS, SubmittedRequests

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.batch_layout import KernelBatch
-from tandem.kernels.chosen import SelectedKeys
+from tandem.kernels.selected_keys import SelectedKeys
 from tandem.mechanisms.latent.absorbed import LatentSizes, LatentWeights
 from tandem.mechanisms.latent.gpu.decode import LatentPages, decode, hopper_kernel, parts_of, tile_of
 from tandem.mechanisms.latent.gpu.per_head import per_head

@@ -21,7 +21,7 @@ from tandem.kernels.batch_layout import KernelBatch
 from tandem.kernels.gpu.attention_prefill import SEQUENCES, sequence_of
 from tandem.mechanisms.channel_delta.shape import CORRECT_CHUNK
 from tandem.mechanisms.delta_net.gpu.chunk import inverse
-from tandem.mechanisms.recurrence.gpu.faded import SMALL, across_blocks, number_of, within_blocks
+from tandem.mechanisms.recurrence.gpu.decayed import SMALL, across_blocks, number_of, within_blocks
 from tandem.mechanisms.recurrence.tokens import RecurrentTokens
 
 CHUNK = CORRECT_CHUNK

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.kernels.chosen import SelectedKeys
 from tandem.kernels.gpu.one_row import one_row
+from tandem.kernels.selected_keys import SelectedKeys
 from tandem.kernels.step_rows import StepRows
 from tandem.mechanisms.shared_kv.gpu.attend import EntriesSeen, attend
 from tandem.mechanisms.shared_kv.gpu.enter import close, enter

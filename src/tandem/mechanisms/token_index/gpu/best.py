@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.kernels.chosen import SelectedKeys
 from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.selected_keys import SelectedKeys
 from tandem.mechanisms.token_index.gpu.scores import ScoredKeys
 
 SHRINK = 4  # a piece is so many times as long as what is kept of it

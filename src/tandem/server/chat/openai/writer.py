@@ -9,6 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from tandem.engine.protocol import TokenOutput
+from tandem.server.chat.collect import ChatAnswer, whole_answer
 from tandem.server.chat.events import (
     ChatEvent,
     Finish,
@@ -32,7 +33,6 @@ from tandem.server.chat.openai.schema import (
     FunctionDelta,
     ToolCallDelta,
 )
-from tandem.server.chat.settled import ChatAnswer, whole_answer
 from tandem.server.errors import ApiError
 from tandem.server.generation import DONE, PartialAnswer, TokenCount, comment, frame, openai_failure, usage_of
 from tandem.server.logprobs import chat_logprobs

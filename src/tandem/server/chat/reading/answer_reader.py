@@ -8,7 +8,7 @@ from tandem.server.chat.reading.calls import CallWriter
 from tandem.server.chat.reading.json_calls import read_name_then_json, read_named_json
 from tandem.server.chat.reading.other_calls import read_pairs, read_python_calls
 from tandem.server.chat.reading.parameter_calls import read_parameters
-from tandem.server.chat.reading.said import ShownText
+from tandem.server.chat.reading.shown_text import ShownText
 from tandem.server.chat.reading.source import AnswerSource, Reading
 from tandem.text.reasoning_format import ReasoningFormat
 

@@ -7,7 +7,7 @@ import re
 from tandem.server.chat.formats.tool_format import Channels
 from tandem.server.chat.reading.calls import CallWriter
 from tandem.server.chat.reading.json_text import read_json
-from tandem.server.chat.reading.said import ShownText
+from tandem.server.chat.reading.shown_text import ShownText
 from tandem.server.chat.reading.source import AnswerSource, Reading
 
 _MAX_HEADER = 512  # characters between two markers

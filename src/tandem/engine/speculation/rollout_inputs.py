@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.engine.speculation.drawn_rows import DraftRows
+from tandem.engine.speculation.draft_batch import DraftRows
 from tandem.engine.step.batch import counted, forward_batch, slots_of, to_gpu
 from tandem.models.batch import ForwardBatch
 

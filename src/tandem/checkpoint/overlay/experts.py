@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from tandem.checkpoint.elsewhere.two import TwoCheckpoints
-from tandem.checkpoint.glance.kt_packed import FLAG, check_not_kt_packed
+from tandem.checkpoint.metadata.kt_packed import FLAG, check_not_kt_packed
+from tandem.checkpoint.overlay.two import TwoCheckpoints
 from tandem.checkpoint.parts import is_expert
 from tandem.checkpoint.resolve import resolve_model
 from tandem.checkpoint.source import Checkpoint, load_model_config, open_checkpoint

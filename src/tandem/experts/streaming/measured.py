@@ -7,8 +7,8 @@ from time import perf_counter
 
 import torch
 
-from tandem.experts.streams.bus import Bus
-from tandem.experts.streams.stream import StreamedLayer, place_of
+from tandem.experts.streaming.copy_stream import Bus
+from tandem.experts.streaming.stream import StreamedLayer, place_of
 from tandem.kernels.packed.experts import PackedExperts
 from tandem.planner.forecast.stream_rates import StreamRates
 from tandem.spec.gpu_scratch import StagingRing

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tandem.kernels.batch_layout import KernelBatch
 from tandem.kernels.gpu.attention import TritonAttention
-from tandem.kernels.gpu.pieces.runs import SequenceRun, runs_of
+from tandem.kernels.gpu.cudnn_attention.runs import SequenceRun, runs_of
 from tandem.mechanisms.latent.gpu.prompt_kernels import Folded, gather
 from tandem.spec.gpu_scratch import GQA_PIECE, GQA_ROUND, gqa_rows
 

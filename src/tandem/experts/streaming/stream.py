@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from tandem.errors import EngineError
-from tandem.experts.streams.bus import Bus
-from tandem.experts.streams.deliveries import Deliveries, Run
-from tandem.experts.streams.key_tables import KeyTables
-from tandem.experts.streams.travel_order import TravelOrder
+from tandem.experts.streaming.copy_stream import Bus
+from tandem.experts.streaming.key_tables import KeyTables
+from tandem.experts.streaming.transfer_order import TravelOrder
+from tandem.experts.streaming.transfers import Deliveries, Run
 from tandem.kernels.gpu.expert_rows import ExpertActivation
 from tandem.kernels.gpu.experts import GpuExperts, PartialSums
 from tandem.kernels.gpu.panels import Panels

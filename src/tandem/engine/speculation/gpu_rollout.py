@@ -16,9 +16,9 @@ from torch import Tensor
 
 from tandem.engine.graphs.decode_graphs import nothing_collected
 from tandem.engine.sampling.logits import StepEnd
-from tandem.engine.speculation.chain_inputs import ChainInputs, ChainShape
-from tandem.engine.speculation.chains import AtOnce, Chains, DraftingModel, Pass, PassByPass
-from tandem.engine.speculation.drawn_rows import DraftRows, parted
+from tandem.engine.speculation.draft_batch import DraftRows, parted
+from tandem.engine.speculation.rollout import AtOnce, Chains, DraftingModel, Pass, PassByPass
+from tandem.engine.speculation.rollout_inputs import ChainInputs, ChainShape
 from tandem.engine.step.batch import moved
 from tandem.engine.step.hooks import BeginStep
 from tandem.experts.handoff import Handoff

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tandem.experts.streams.bus import Bus
+from tandem.experts.streaming.copy_stream import Bus
 from tandem.spec.gpu_scratch import StagingRing
 
 Run = tuple[int, int, int]

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from tandem.engine.speculation.drawn_rows import DraftRows, batch_of
+from tandem.engine.speculation.draft_batch import DraftRows, batch_of
 from tandem.models.batch import ForwardBatch
 
 Pass = Callable[[Tensor | None, ForwardBatch], tuple[Tensor, Tensor]]

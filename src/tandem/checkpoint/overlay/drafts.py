@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tandem.architectures import family_of
 from tandem.architectures.names import BLOCK_NAMES
-from tandem.checkpoint.elsewhere.two import TwoCheckpoints
+from tandem.checkpoint.overlay.two import TwoCheckpoints
 from tandem.checkpoint.resolve import demo_dir, resolve_model
 from tandem.checkpoint.source import Checkpoint, load_model_config, open_checkpoint
 from tandem.errors import ConfigError

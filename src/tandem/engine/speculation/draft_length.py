@@ -14,9 +14,9 @@ from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from tandem.engine.sequence import Sequence
+from tandem.engine.speculation.confidence import Sureness
 from tandem.engine.speculation.draft import LAYER_KINDS, Draft
 from tandem.engine.speculation.step_times import StepTimes
-from tandem.engine.speculation.sureness import Sureness
 
 LEAST_GAIN = 1.02  # below it a step goes without guesses: a difference this small may be none
 LEAST_CHANCE = 0.02  # of a guess that is looked at

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from tandem.engine.speculation.chain_inputs import ChainShape
-from tandem.engine.speculation.chains import AtOnce, Chains, DraftingModel, PassByPass, on_cpu
 from tandem.engine.speculation.draft import Drafter
-from tandem.engine.speculation.foretold import Instead
-from tandem.engine.speculation.gpu_chains import GpuChains, GpuDrafts
-from tandem.engine.speculation.made_rows import InPages, InSlots
+from tandem.engine.speculation.draft_kv import InPages, InSlots
+from tandem.engine.speculation.gpu_rollout import GpuChains, GpuDrafts
 from tandem.engine.speculation.nextn import NextN
 from tandem.engine.speculation.ngram import NGram
+from tandem.engine.speculation.oracle_drafter import Instead
+from tandem.engine.speculation.rollout import AtOnce, Chains, DraftingModel, PassByPass, on_cpu
+from tandem.engine.speculation.rollout_inputs import ChainShape
 from tandem.engine.speculation.speculation import Speculation
 from tandem.engine.start.parts import EngineParts
 from tandem.engine.state.arrays import StateArrays

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tandem.experts.streams.key_tables import Keyed
+from tandem.experts.streaming.key_tables import Keyed
 
 NEWEST = 0.5  # of what is known, that one step tells
 WORSE = 0.02  # of a layer's rows, too many for the CPU, before its order changes: copies are listed anew then
