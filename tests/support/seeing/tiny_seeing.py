@@ -119,7 +119,7 @@ def _omni(name: str) -> str:
 
 
 def image(height: int, width: int, seed: int = 0) -> PixelSource:
-    """Of patches that are all different."""
+    """Image of patches that are all different."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return PixelSource(height=height, width=width, inline=pixels.tobytes())
 
