@@ -1,4 +1,4 @@
-"""What of images a plan says and counts, and what of a checkpoint's files says how they are read."""
+"""Plans: lines and memory of images; files of a checkpoint that say how they are read."""
 
 from __future__ import annotations
 
@@ -86,13 +86,20 @@ def test_pixels_of_requests_have_a_share_of_memory(gib: int, mib: int) -> None:
     assert pixel_bytes(gib << 30) == mib << 20
 
 
-def test_ranks_refuse_images_by_name(paths) -> None:
+SEVERAL = {
+    "tensor_parallel_size": "ranks read no images yet; leave --tp out",
+    "pipeline_parallel_size": "stages read no images yet; leave --pipeline-parallel-size out",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", SEVERAL)
+def test_ranks_refuse_images_by_name(paths, flag: str) -> None:
     """Text is served; a request with an image is told which flag stands in the way."""
-    config = EngineConfig.from_keywords(str(paths["qwen3_vl_moe"]), device="cpu", tensor_parallel_size=2)
+    config = EngineConfig.from_keywords(str(paths["qwen3_vl_moe"]), device="cpu", **{flag: 2})
     model = load_model_config(paths["qwen3_vl_moe"])
     why = why_blind(config, model)
-    assert why == "ranks read no images yet; leave --tp out" and seeing(config, model).vision is None
-    with pytest.raises(RequestError, match=r"images are not read: ranks read no images yet; leave --tp out"):
+    assert why == SEVERAL[flag] and seeing(config, model).vision is None
+    with pytest.raises(RequestError, match=f"images are not read: {why}"):
         check_images(ONE.images, list(ONE.ids), None, why)
 
 

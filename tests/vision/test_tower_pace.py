@@ -167,4 +167,8 @@ def test_a_cpu_stops_by_the_clock() -> None:
 
 
 def test_a_tower_on_a_cpu_has_the_share_of_a_prompt() -> None:
-    assert pace_of(torch.device("cpu")).share == HOST_SHARE
+    """Both in one gap are less than two and a half steps, with the step itself."""
+    pace = pace_of(torch.device("cpu"))
+    assert pace.share_behind(False) == HOST_SHARE and 1 + HOST_SHARE + pace.share_behind(True) < 2.5
+    device = TowerPace(DeviceWatch(Gpu().event), DEVICE_SHARE)
+    assert device.share_behind(True) == device.share_behind(False) == DEVICE_SHARE

@@ -172,7 +172,7 @@ class Engine:
         step_outputs = self._run(step, prefill, drawing) if chunks else []
         outputs += [*([] if prefill is None else prefill.outputs), *step_outputs]
         if self._encoder is not None:
-            outputs += self._encoded(self._encoder, idle=not chunks and prefill is None)
+            outputs += self._encoded(self._encoder, not chunks and prefill is None, prefill is not None)
         if self.grammars.waiting and not (chunks or outputs or prefill is not None or self._encodes):
             self.grammars.wait()
         return outputs
@@ -191,9 +191,9 @@ class Engine:
     def _encodes(self) -> bool:
         return self._encoder is not None and self._encoder.under_way
 
-    def _encoded(self, encoder: Encoder, idle: bool) -> list[TokenOutput]:
-        """A slice of an image; outputs of those whose image cannot be read."""
-        seconds = self._scheduler.pace.slice_seconds(encoder.pace.share)
+    def _encoded(self, encoder: Encoder, idle: bool, prefilled: bool) -> list[TokenOutput]:
+        """A slice of an image; outputs of those whose image cannot be read. prefilled: a prompt had one, too."""
+        seconds = self._scheduler.pace.slice_seconds(encoder.pace.share_behind(prefilled))
         failed = encoder.go_on(self._scheduler.running, seconds, idle)
         if failed:
             _log.error("an image of %d answers was not read: %s", len(failed), failed[0][1])

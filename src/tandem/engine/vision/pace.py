@@ -140,6 +140,11 @@ class TowerPace:
         self._budget = self._ended = 0.0  # of the slice: what it may take, and what its pieces took that have ended
         self._given = self._most = 0  # pieces of the slice: that were given, and that may be
 
+    def share_behind(self, prefilled: bool) -> float:
+        """Share of a slice. prefilled: those who decode have waited for a prompt's slice already, on the same CPU. A
+        GPU computes prompts beside steps."""
+        return self.share / 2 if prefilled and not self._watch.waits else self.share
+
     def begin_image(self) -> None:
         """Images differ in size, and so do their pieces."""
         self._watch.wait(0)
