@@ -10,7 +10,7 @@ NAMES = ("server.engine_process", "server.ranks.process")
 
 
 def processes_of_ranks(server: ServerProcess) -> list[psutil.Process]:
-    """Of each of two ranks its process."""
+    """Process of each of two ranks."""
     children = psutil.Process(server.process.pid).children()
     found = [[each for each in children if any(name in word for word in each.cmdline())] for name in NAMES]
     assert [len(each) for each in found] == [1, 1], children
