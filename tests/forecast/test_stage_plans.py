@@ -9,6 +9,7 @@ import pytest
 
 from gpu_questions import HERE, NEXT, decision, predicted, question
 from tandem.errors import ConfigError, DoesNotFit
+from tandem.planner.forecast.advice import ways_to_go_faster
 from tandem.planner.stages.pool import gpus_of_stages
 from tandem.planner.stages.sized import StageSizes, some_layers
 from tandem.planner.stages.split import fits, shares, split
@@ -76,6 +77,15 @@ def test_two_gpus_hold_more_experts_than_one_and_are_forecast_as_faster() -> Non
     assert single.gpu is not None and staged.gpu is not None and staged.gpu.experts > 1.2 * single.gpu.experts
     assert predicted(two, staged).decode[1].low > predicted(one, single).decode[1].low
     assert predicted(two, staged).decode[1].parts["between stages"] > 0
+
+
+@pytest.mark.parametrize(
+    ("gpus", "advised"), [("3x4090", True), ("4090,5090", True), ("4x4090", False), ("4090", False), ("none", False)]
+)
+def test_stages_are_advised_where_gpus_are_no_ranks(gpus: str, advised: bool) -> None:
+    asked = question(NEXT, gpus)
+    changes = [way.change for way in ways_to_go_faster(asked, asked.plan())]
+    assert any(change.startswith("--pipeline-parallel-size") for change in changes) == advised
 
 
 def test_layers_of_all_stages_are_the_whole_model() -> None:

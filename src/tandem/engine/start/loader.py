@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -261,9 +261,10 @@ class Start:
         sides = staged_sides(self.plan, self.model_config, self.ops)
         usage = staged_usage(self.config, self.plan, self.model_config, sides)
         self.packed.confirm()
+        whole: Any = sides.store  # which makes layers as one store does
         builder = StagedBuilder(
             sides.stages, self.model_config, self.plan, self.checkpoint, sides.stages[0].ops, self.progress,
-            sides.store, self.packed.cache, usage,
+            self.gpu_store(whole, sides.handoffs), self.packed.cache, usage,
         )  # fmt: skip
         parts = self.parts(StagedModel(builder), usage)
         streams = stage_streams(self.plan, sides, usage, self.progress)

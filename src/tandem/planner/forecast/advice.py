@@ -37,6 +37,7 @@ LEFT_OUT = (
     "kt_gpu_prefill_token_threshold", "kt_method", "kv_cache_dtype", "device", "disable_cuda_graph",
     "cuda_graph_bs", "kernel_tier", "kt_cpuinfer", "enable_deterministic_inference",
 )  # fmt: skip
+RANKS = 2, 4, 8  # that are advised
 SHARES = ("kt_gpu_experts_ratio", "kt_num_gpu_experts")
 WISHES = ("max_total_tokens", "context_length", "enable_deterministic_inference", "max_running_requests", "kt_method")
 """Flags of what answers are: to leave them out makes nothing faster that was asked for."""
@@ -191,15 +192,15 @@ def _fitting_changes(question: PlanQuestion) -> Iterator[tuple[dict[str, Any], b
 
 
 def _other_ranks(question: PlanQuestion) -> Iterator[dict[str, Any]]:
-    """Among the GPUs that equal the first one, or layers over all; those that the model cannot be divided among have no
-    plan."""
+    """Among the GPUs that equal the first one; those that the model cannot be divided among have no plan. Where there
+    are no equal ones, or as many as no rank can be, layers over all of them."""
     gpus, now = question.machine.gpus, question.config.tensor_parallel_size
-    if question.config.pipeline_parallel_size > 1:
+    if question.config.pipeline_parallel_size > 1 or question.config.device == "cpu":
         return
-    if now == 1 and len(gpus) > 1 and question.config.device != "cpu":
+    equal = sum(equals(gpu, gpus[0]) for gpu in gpus)
+    if now == 1 < len(gpus) and (equal < len(gpus) or len(gpus) not in RANKS):
         yield {"pipeline_parallel_size": len(gpus)}
-    equal = sum(equals(gpu, gpus[0]) for gpu in gpus) if question.config.device != "cpu" else 0
-    yield from ({"tensor_parallel_size": ranks} for ranks in (2, 4, 8) if now != ranks <= equal)
+    yield from ({"tensor_parallel_size": ranks} for ranks in RANKS if now != ranks <= equal)
 
 
 def _flag_removals(question: PlanQuestion) -> list[dict[str, Any]]:
