@@ -28,8 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SUPPORT = ROOT / "tests" / "support"
 sys.path[:0] = [str(ROOT / "src"), str(SUPPORT), str(SUPPORT / "gguf_models")]
 
-from tandem.bench.known_quality import DEMO_FILE  # noqa: E402
 from tandem.bench.rows import keep, machine_name, stamp  # noqa: E402
+from tandem.planner.forecast.quantisations import KNOWN_FILE as DEMO_FILE  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -243,11 +243,13 @@ def filled(page: str) -> str:
 
 
 def of_methods() -> dict[str, Any]:
-    """Figures of the demo model's formats, as `kt bench decode` has them."""
-    wanted = {f"`--kt-method {method}`": method for method in ("INT8", "INT4")}
+    """Figures of the demo model's formats, as `kt bench decode` and `kt plan` have them; GGUF's types by name."""
+    rows = rows_kept()
+    wanted = {f"`--kt-method {method}`": method for method in ("INT8", "INT4")} | {"mxfp4": "MXFP4", "nvfp4": "NVFP4"}
+    wanted |= {row["what"]: row["what"].removeprefix("GGUF ") for row in rows if row["what"].startswith("GGUF ")}
     return {
         wanted[row["what"]]: {name: round(row[name], 5) for name in ("kl", "kl_error", "same_top")}
-        for row in rows_kept()
+        for row in rows
         if row["what"] in wanted
     }
 

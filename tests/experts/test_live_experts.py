@@ -149,7 +149,7 @@ def test_a_pass_finds_what_it_began_with_and_what_was_under_way_goes_on_after_it
 
 
 def placement_of(layers: list[Layer]) -> list[object]:
-    """What a pass reads: the GPU's tables and slots, and where experts are in CPU memory."""
+    """Tables and slots of the GPU, and where experts are in CPU memory: a pass reads them."""
     places = [[_place(layer, expert) for expert in range(EXPERTS)] for layer in layers]
     return [places, [layer.gpu.table.tolist() for layer in layers], [layer.gpu.memory.sum().item() for layer in layers]]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import resource
 import shutil
@@ -312,6 +313,63 @@ def test_one_quantisation_is_fetched(gguf):
     assert planned and resolve_model("tiny/Tiny-GGUF:Q4_K_M").name == "Tiny-Q4_K_M.gguf"
     assert set(gguf.fetched()) == {"Q4_K_M/Tiny-Q4_K_M.gguf"}
     assert LLM("tiny/Tiny-GGUF:Q4_K_M", max_total_tokens=64, kt_cpuinfer=1).engine.plan.ledgers
+
+
+MIXED = {
+    "UD-Q2_K_XL": ["Tiny-UD-Q2_K_XL.gguf"],
+    "IQ3_XXS": ["Tiny-IQ3_XXS.gguf"],
+    "UD-IQ3_XXS": ["UD-IQ3_XXS/Tiny-UD-IQ3_XXS-00001-of-00002.gguf", "UD-IQ3_XXS/Tiny-UD-IQ3_XXS-00002-of-00002.gguf"],
+    "Q2_K": ["Tiny-Q2_K.gguf"],
+}
+
+
+@pytest.fixture
+def mixed(hub, source, tmp_path) -> FakeHub:
+    """Files as their publishers name them: mixed by tensor (UD) or not, whole or in parts."""
+    (folder := tmp_path / "parts").mkdir()
+    whole = write_gguf(source.parent / "whole", tmp_path / "q.gguf")
+    parts = [part.read_bytes() for part in split(whole, folder, 2)]
+    one = {name: whole.read_bytes() for files in MIXED.values() for name in files if len(files) == 1}
+    hub.repos["tiny/Mixed-GGUF"] = one | dict(zip(MIXED["UD-IQ3_XXS"], parts, strict=True))
+    return hub
+
+
+@pytest.mark.parametrize("variant", MIXED)
+def test_the_files_that_a_short_name_means_are_served(mixed, variant):
+    model_files.prepare(EngineConfig.from_args([f"tiny/Mixed-GGUF:{variant}"]))
+    assert set(mixed.fetched()) == set(MIXED[variant])
+    path = resolve_model(f"tiny/Mixed-GGUF:{variant}")
+    assert path.name == MIXED[variant][0].rsplit("/", 1)[-1]
+    assert LLM(f"tiny/Mixed-GGUF:{variant}", max_total_tokens=64, kt_cpuinfer=1).engine.plan.ledgers
+
+
+@pytest.mark.parametrize("where", ["hub", "folder"])
+def test_a_plan_compares_the_files_of_which_none_was_named(mixed, tmp_path, where):
+    """No weights are fetched for it. The serving line that it gives is taken."""
+    model = "tiny/Mixed-GGUF"
+    if where == "folder":
+        (folder := tmp_path / "here").mkdir()
+        for name, content in mixed.repos[model].items():
+            (folder / name.rsplit("/", 1)[-1]).write_bytes(content)
+        model = str(folder)
+        (folder / "Tiny-broken.gguf").write_bytes(b"GGUF" + bytes(60))  # the others are compared nevertheless
+    words = ("plan", model, "--bandwidth", "50GB/s", "--cpu", "2", "--isa", "scalar")
+    shown = kt(*words, "--json")
+    assert shown.exit_code == 0, shown.output
+    assert ("Tiny-broken.gguf: " in shown.stderr) == (where == "folder")
+    rows = json.loads(shown.stdout)["quantisations"]
+    assert len(rows) == len(MIXED) and all(row["fits"] and row["types"] == "f32" for row in rows)
+    assert [row["kl"] for row in rows] == [0.0] * len(MIXED)  # nothing is rounded
+    sizes = [row["file_bytes"] for row in rows]
+    assert sizes == sorted(sizes, reverse=True) and rows[0]["plan"]["ram_bytes"] > 0
+    first = rows[0]["name"]
+    assert f"The largest that fits: kt serve {first}" in " ".join(kt(*words).stdout.split())
+    if where == "hub":
+        assert find_snapshot(HubName(model)) is None  # headers alone were read
+        model_files.prepare(EngineConfig.from_args([first]))
+    assert resolve_model(first).is_file()
+    too_small = kt(*words, "--ram", "1GB", "--max-total-tokens", "99999999")
+    assert too_small.exit_code == 2 and "None of its files runs there" in too_small.stdout
 
 
 def test_a_quantisation_has_to_be_named(gguf):

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
-DEMO_FILE = Path(__file__).parents[1] / "data" / "demo_quality.json"
-"""{format: {kl, kl_error, same_top}} of the demo model; scripts/quality_table.py writes it."""
+from tandem.planner.forecast.quantisations import known_figures
+
 UNROUNDED = ("BF16", "F32")
 
 
 def quality_lines(model: str, is_demo: bool, formats: Sequence[str]) -> Iterator[str]:
     """A line for each format that rounds: the demo model's KL, or how to measure another model's."""
-    figures: dict[str, Any] = json.loads(DEMO_FILE.read_text(encoding="utf-8"))
+    figures = known_figures()
     for name in (name.upper() for name in formats):
         if name in UNROUNDED:
             continue

@@ -136,6 +136,7 @@ def _summed(counts: Counter[QuantFormat], experts: bool) -> StoredFormat:
         along=lcm(*(fmt.along for fmt in counts)),
         decoded=", ".join(str(fmt) for fmt in counts if fmt.quantised and not fmt.packable),
         gpu_bytes_per_weight=sum(_gpu_bytes(fmt) * n for fmt, n in counts.items()) / total,
+        shares=tuple((str(fmt), n / total) for fmt, n in counts.most_common()),
         zero_points=any(fmt.zero_points and fmt.packable for fmt in counts),
         unread_by_gpu=", ".join(
             str(fmt) for fmt in counts if not (fmt.gpu_expert if experts else fmt.gpu_readable)

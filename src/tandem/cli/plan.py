@@ -12,6 +12,7 @@ import typer
 if TYPE_CHECKING:
     from tandem.bench.probes import MachineProbe
     from tandem.bench.sample import Verified
+    from tandem.engine.start.model_files import Inspected
     from tandem.flags.engine_config import EngineConfig
     from tandem.machine.machine import Machine
     from tandem.planner.forecast.advice import PlanQuestion
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from tandem.spec.stored import StoredFormats
 
 Subject = tuple["ModelConfig", "StoredFormats"]
+Files = list[tuple[str, int, Subject]]
 NAMES = "deepseek-v3, kimi-k2, qwen3.5-35b-a3b, qwen3-30b-a3b-fp8, glm-4.5-air, …"
 
 ConfigName = Annotated[
@@ -60,8 +62,8 @@ def plan(
 ) -> None:
     """Does MODEL fit, how fast will it be, and what to change: before anything is loaded or fetched.
 
-    MODEL is a directory (config.json is enough), a GGUF file or a name of the hub. All flags of kt serve are taken.
-    What is not said of the machine is as on this one, and a line names it.
+    MODEL is a directory (config.json is enough), a GGUF file or a name of the hub; several GGUF files are compared.
+    All flags of kt serve are taken. What is not said of the machine is as on this one, and a line names it.
 
     Example: kt plan deepseek-ai/DeepSeek-V3 --gpu 4090 --ram 256GB
     """
@@ -76,15 +78,15 @@ def plan(
     from tandem.planner.forecast.report import ForecastSizes, report
 
     wish = MachineWish(gpu, ram, bandwidth, cpu, isa, pcie)
-    if verify:
-        _check_here(wish)
+    _check_here(wish, verify)
     engine_config, refused = _config(context.args, config)
-    model, stored = _subject(engine_config, config)  # before anything is measured: there may be no such model
+    several, (model, stored) = _subjects(engine_config, config)  # before anything is measured: there may be none
     here = _this_machine()
     machine = wished_machine(wish, here)
     probe = _probe(here) if verify else None
     speeds = wished_speeds(wish, machine, _speeds_here(wish, here, probe))
     question = PlanQuestion(engine_config, model, machine, stored, speeds)
+    _compare_quantisations(question, several, as_json)
     lengths = ForecastSizes(tokens, prompt)
     planned, measured = report(engine_config.model, question, refused, lengths), None
     if planned.plan is not None:
@@ -125,11 +127,11 @@ def _this_machine() -> Machine:
     return this_machine()
 
 
-def _check_here(wish: MachineWish) -> None:
-    """Raises ConfigError where another machine is asked about."""
+def _check_here(wish: MachineWish, verify: bool) -> None:
+    """Raises ConfigError where another machine is asked about, and measured."""
     from tandem.errors import ConfigError
 
-    if wish.anything:
+    if verify and wish.anything:
         raise ConfigError(
             "--verify measures this machine; leave --gpu, --ram, --bandwidth, --cpu, --isa and --pcie out"
         )
@@ -173,6 +175,57 @@ def _subject(engine_config: EngineConfig, named: str | None) -> Subject:
         if may_be_path(engine_config.model) or named_like(engine_config.model) is None:
             raise
         raise CheckpointError(f"{error}\n{_without_the_hub(engine_config.model)}") from error
+
+
+def _subjects(engine_config: EngineConfig, named: str | None) -> tuple[Files, Subject]:
+    """Files of a folder or repository that has several, none of which was named; and the model. Raises as `_subject`.
+    A file that is not read is told at once."""
+    files: Files = []
+    for name, nbytes, subject in [] if named is not None else _each_quantisation(engine_config):
+        if isinstance(subject, Exception):
+            typer.echo(f"{name}: {subject}", err=True)
+        else:
+            files.append((name, nbytes, subject))
+    return files, files[0][2] if files else _subject(engine_config, named)
+
+
+def _each_quantisation(engine_config: EngineConfig) -> list[Inspected[Subject]]:
+    """As `inspect_each`; [] where no hub answers."""
+    from tandem.engine.start.model_files import inspect_each
+    from tandem.engine.start.planning import model_as_stored, stored_at
+    from tandem.errors import HubError
+
+    def look(path: Path) -> Subject:
+        model = model_as_stored(path, engine_config)
+        return model, stored_at(path, model, engine_config.kt_weight_path)
+
+    try:
+        return inspect_each(engine_config.model, look)
+    except HubError:  # what is here may be enough; who reads it says what is missing
+        return []
+
+
+def _compare_quantisations(
+    question: PlanQuestion, several: Files, as_json: bool
+) -> None:
+    """Nothing where there are not several. Raises typer.Exit: 0 where one fits."""
+    if not several:
+        return
+    from tandem.cli.plan_text import show_quantisations
+    from tandem.planner.forecast.quantisations import as_dict, compare_quantisations
+    from tandem.planner.forecast.report import machine_text
+
+    machine = machine_text(question.machine)
+    rows = compare_quantisations(
+        (name, nbytes, dataclasses.replace(question, model=model, stored=stored))
+        for name, nbytes, (model, stored) in several
+    )
+    if as_json:
+        found = {"model": question.config.model, "machine": machine, "quantisations": list(map(as_dict, rows))}
+        typer.echo(json.dumps(found, indent=1))
+    else:
+        show_quantisations(question.config.model, machine, rows)
+    raise typer.Exit(0 if any(row.fits for row in rows) else 2)
 
 
 def _without_the_hub(model: str) -> str:

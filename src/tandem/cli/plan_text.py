@@ -15,6 +15,7 @@ from tandem.planner.forecast.advice import PlanChange
 from tandem.planner.forecast.compare import ComparedPlan
 from tandem.planner.forecast.ledger import Ledger
 from tandem.planner.forecast.prediction import Prediction, Range
+from tandem.planner.forecast.quantisations import Quantisation
 from tandem.planner.forecast.report import Report
 from tandem.planner.forecast.speeds import Speeds
 from tandem.planner.memory import gib
@@ -165,6 +166,36 @@ def _ways(console: Console, title: str, ways: list[PlanChange]) -> None:
     _say(console, f"\n{title}", "bold")
     for way in ways:
         _say(console, f"  {way.change}: {way.brings}{' (lossy)' if way.lossy else ''}")
+
+
+def show_quantisations(model: str, machine: str, rows: list[Quantisation]) -> None:
+    console, fitting = Console(), [row for row in rows if row.fits]
+    _say(console, f"{model} with {machine}", "dim")
+    if fitting:
+        _say(console, f"The largest that fits: kt serve {fitting[0].name}", "bold green")
+    else:
+        _say(console, "None of its files runs there.", "bold red")
+    console.print("", quantisation_table(model, rows), sep="\n")
+    _say(
+        console,
+        "KL: what the experts' types cost the demo model, in nats, a mean over their weights (docs/quality.md). "
+        "Another model's is another; files that were made with importances are better.",
+        "dim",
+    )
+
+
+def quantisation_table(model: str, rows: list[Quantisation]) -> Table:
+    columns = "file", " GB", "experts", " on the GPU", " VRAM", " RAM", " decoding", " prompt", " KL"
+    table = _table("Files, in tokens per second", *columns)
+    for row in rows:
+        plan, kl = row.plan, "not known" if row.kl is None else f"{row.kl:.4f}"
+        cells = [row.name.removeprefix(model).lstrip(":/"), f"{row.file_bytes / 1e9:.1f}", row.types]
+        if plan.decode is None or plan.prompt is None:
+            table.add_row(*cells, "", "", "", "not possible" if plan.fits else "does not fit", "", kl, style="dim")
+            continue
+        rates = (f"{_rate(r.low)} to {_rate(r.high)}" for r in (plan.decode, plan.prompt))
+        table.add_row(*cells, f"{plan.planned_share:.0%}", gib(plan.vram_bytes), gib(plan.ram_bytes), *rates, kl)
+    return table
 
 
 def compare_table(rows: list[ComparedPlan]) -> Table:

@@ -6,8 +6,9 @@ Configuration and index come first. So whether the model fits is known before th
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,7 +28,7 @@ from tandem.engine.start.planning import Planned, planned
 from tandem.errors import CheckpointError, ConfigError, HubError
 from tandem.flags.engine_config import EngineConfig
 from tandem.hub.download import Download
-from tandem.hub.files import CONFIG, RemoteFile, small_files
+from tandem.hub.files import CONFIG, RemoteFile, gguf_variants, is_whole, small_files
 from tandem.hub.look import HEADER_BYTES, gguf_files, safetensors_files, wants_gguf, write_headers
 from tandem.hub.names import HubName, hub_name
 from tandem.hub.remote import Hub, RemoteModel
@@ -103,6 +104,55 @@ def inspect(model: str, look: Callable[[Path], T]) -> T:
         if snapshot is None or name.variant or not (snapshot.directory / CONFIG).is_file():
             raise
         return look(snapshot.directory)
+
+
+Inspected = tuple[str, int, T | CheckpointError]
+
+
+def inspect_each(model: str, look: Callable[[Path], T]) -> list[Inspected[T]]:
+    """`look` of each quantisation of a folder or a repository of GGUF files, of which none was named: its name as a
+    model's, its files' bytes, and why it is not read. Weights are not fetched. []: there is one, or none."""
+    name = hub_name(model)
+    if name is None:
+        folder = Path(model).expanduser()
+        if not folder.is_dir() or (folder / CONFIG).exists():
+            return []
+        files = {path.name: path for path in folder.glob("*.gguf")}
+        models = [[files[part] for part in parts] for parts in _several(files)]
+        return [
+            (str(paths[0]), sum(path.stat().st_size for path in paths), _or_error(partial(look, paths[0])))
+            for paths in models
+        ]
+    if name.variant:
+        return []
+    with Hub.open(name) as hub:
+        remote = hub.look(name)
+        if not wants_gguf(remote):
+            return []
+        by_name = {file.name: file for file in remote.files}
+        return [_inspected(hub, remote, [by_name[part] for part in parts], look) for parts in _several(by_name)]
+
+
+def _several(names: Iterable[str]) -> list[list[str]]:
+    """Files of each whole model; []: fewer than two."""
+    models = [files for _, files in sorted(gguf_variants(names).items()) if is_whole(files)]
+    return models if len(models) > 1 else []
+
+
+def _or_error(read: Callable[[], T]) -> T | CheckpointError:
+    try:
+        return read()
+    except CheckpointError as error:
+        return error
+
+
+def _inspected(
+    hub: Hub, model: RemoteModel, files: list[RemoteFile], look: Callable[[Path], T]
+) -> Inspected[T]:
+    stem = next(iter(gguf_variants(file.name for file in files)))
+    label = HubName(model.name.repo, model.name.revision, stem.rsplit("/", 1)[-1])
+    nbytes = sum(file.nbytes for file in files)
+    return str(label), nbytes, _or_error(lambda: _looked(hub, model, files, look))
 
 
 def _named(name: HubName, weights: list[RemoteFile]) -> HubName:

@@ -40,6 +40,11 @@ def compare(question: PlanQuestion) -> list[ComparedPlan]:
     return [*possible, *(row for row in rows if row.why)]
 
 
+def compared_plan(question: PlanQuestion) -> ComparedPlan:
+    """Row of the question as it is."""
+    return _row(question, None, None)
+
+
 def _row(question: PlanQuestion, method: str | None, share: float | None) -> ComparedPlan:
     name = method or "as stored"
     changes: dict[str, object] = {} if method is None else {"kt_method": method}
