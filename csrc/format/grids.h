@@ -98,28 +98,12 @@ TANDEM_INLINE void expand_grid(const uint8_t* block, uint8_t* bytes) {
   }
 }
 
-// So many blocks at once where the tier turns whole rows into pairs: what is looked up is stored first, and read some
-// blocks later.
-constexpr int kGridAhead = 8;
-
-template <class Isa>
-concept PairsRows = requires { Isa::kPairsRows; };
+constexpr int kGridAhead = 8;  // blocks that are expanded at once
 
 // `blocks` blocks, up to kGridAhead, to int8's pairs of k.
-template <class Isa, Format kGrid>
+template <Format kGrid>
 __attribute__((noinline)) void expand_grids(const uint8_t* block, int blocks, uint8_t* bytes) {
-  constexpr int kBytes = grid_block_bytes(kGrid);
-  if constexpr (PairsRows<Isa> && kGrid != Format::iq2_xs) {  // whose signs are no bytes: 0.7 of the rate
-    alignas(64) uint64_t rows[kGridAhead * kPanelRows];
-    for (int b = 0; b < blocks; ++b)
-#pragma GCC unroll 16
-      for (int r = 0; r < kPanelRows; ++r) rows[b * kPanelRows + r] = grid_codes<kGrid>(block + b * kBytes, r);
-    for (int b = 0; b < blocks; ++b)
-      Isa::template pair_rows<has_signs(kGrid)>(rows + b * kPanelRows, block + b * kBytes + signs_at(kGrid),
-                                                bytes + b * kExpandedBytes);
-  } else {
-    for (int b = 0; b < blocks; ++b) expand_grid<kGrid>(block + b * kBytes, bytes + b * kExpandedBytes);
-  }
+  for (int b = 0; b < blocks; ++b) expand_grid<kGrid>(block + b * grid_block_bytes(kGrid), bytes + b * kExpandedBytes);
 }
 
 }  // namespace

@@ -66,17 +66,6 @@ constexpr Nl4Tables nl4_tables() {
 }
 constexpr Nl4Tables kNl4Tables = nl4_tables();
 
-// Of 16 rows of 8 bytes, bytes 2 p and 2 p + 1 of each, for pairs p = 0, 1 and 2, 3.
-struct PairOrder {
-  alignas(64) uint8_t at[2][64];
-};
-constexpr PairOrder pair_order() {
-  PairOrder order{};
-  for (int i = 0; i < 128; ++i) order.at[i / 64][i % 64] = uint8_t(i % 32 / 2 * 8 + 2 * (i / 32) + i % 2);
-  return order;
-}
-constexpr PairOrder kPairOrder = pair_order();
-
 struct Avx512Bf16Isa : Avx512Isa {
   struct Lane {
     static constexpr DType kType = DType::bf16;
@@ -116,19 +105,6 @@ struct Avx512Bf16Isa : Avx512Isa {
     // A lookup reads 6 bits.
     const __m512i code = _mm512_ternarylogic_epi32(_mm512_set1_epi16(15), lower, upper, 0xca);  // a ? b : c
     return {_mm512_permutex2var_epi16(_mm512_load_si512(kSixBits.bf16), code, _mm512_load_si512(kSixBits.bf16 + 32))};
-  }
-  // 16 rows of 8 signed bytes each, negative where a bit of their row's byte of signs is set, to int8's pairs of k.
-  static constexpr bool kPairsRows = true;
-  template <bool kSigned>
-  TANDEM_INLINE static void pair_rows(const uint64_t* rows, const uint8_t* signs, uint8_t* bytes) {
-    __m512i low = _mm512_loadu_si512(rows), high = _mm512_loadu_si512(rows + 8);
-    if constexpr (kSigned) {
-      const __m512i zero = _mm512_setzero_si512();
-      low = _mm512_mask_sub_epi8(low, word64(signs), zero, low);
-      high = _mm512_mask_sub_epi8(high, word64(signs + 8), zero, high);
-    }
-    for (int i = 0; i < 2; ++i)
-      _mm512_storeu_si512(bytes + 64 * i, _mm512_permutex2var_epi8(low, _mm512_load_si512(kPairOrder.at[i]), high));
   }
   // Codebooks: calls each(k, lines) for 32 k of their blocks.
   static constexpr int kGridRows = 8;

@@ -47,7 +47,7 @@ void unpack_panel(const uint8_t* payload, int64_t first, int64_t last, uint8_t* 
   for (int64_t pair = first; pair < last; pair += kGridAhead * kGridPairs) {
     const int64_t left = (last - pair) / kGridPairs;
     const int blocks = left < kGridAhead ? int(left) : kGridAhead;
-    expand_grids<Isa, Format::kGrid>(payload + pair * Format::kPairBytes, blocks, bytes);
+    expand_grids<Format::kGrid>(payload + pair * Format::kPairBytes, blocks, bytes);
     for (int i = 0; i < blocks * kGridPairs; ++i) {
       const auto decoded = Isa::decode_int8(bytes + i * 2 * kPanelRows);
       for (int line = 0; line < Lane::kLinesPerPair; ++line, lines += kCacheLine)

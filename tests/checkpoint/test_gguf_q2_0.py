@@ -88,7 +88,7 @@ def test_bytes_per_weight() -> None:
 
 
 def test_a_forks_blocks_of_128_weights_are_named(tmp_path: Path) -> None:
-    """Where they end too early, and where the next tensor begins too early."""
+    """Such a tensor ends before its blocks of 64 would, or the next one begins before."""
     data, own = random_blocks(block=128), random_blocks()
     for i, matrices in enumerate(((own, data), (data, own))):
         with pytest.raises(CheckpointError, match="Q2_0 has blocks of 64 weights in llama.cpp, of 128 in a fork"):

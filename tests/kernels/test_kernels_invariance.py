@@ -53,7 +53,7 @@ def codebook_of(kind: str, tier: str, algorithm: str) -> PackedMatrix:
 @pytest.mark.parametrize("kind", cases.CODEBOOKS)
 @pytest.mark.parametrize("tier", cases.INVARIANT_TIERS)
 def test_rows_of_codebooks_do_not_depend_on_the_batch(kind: str, tier: str) -> None:
-    """Of any number of rows that kernels take at once, and unpacked."""
+    """Kernels take some rows at once, or unpack a panel for all of them."""
     cases.require_tier(tier)
     x = cases.activations(40, 768, "bf16")
     alone = torch.cat([codebook_of(kind, tier, "dot_rows")(x[i : i + 1], torch.float32) for i in range(len(x))])
