@@ -48,8 +48,8 @@ class StagedRows:
             self._of_graphs[size] = self._memory(size)
         if not captured and self._read is not None:
             self._read.synchronize()  # the step before may still read
-        target = (self._of_graphs[size] if captured else self._shared).view(-1, self._token_bytes)
-        rows = len(numbers)
+        memory, rows = self._of_graphs[size] if captured else self._shared, len(numbers)
+        target = memory[: len(memory) // self._token_bytes * self._token_bytes].view(-1, self._token_bytes)
         self._fill(numbers, target[:rows].view(rows, self._shape.hashes, -1))
         if rows < size:  # rows that only fill up a graph are copies of the last one
             target[rows:size] = target[rows - 1]
