@@ -202,6 +202,36 @@ def test_a_table_that_is_cut_short_fails_answers_and_not_the_engine(tiny_models,
     assert told[0] == told[1] and len(told[0]) == 6
 
 
+def test_a_row_that_cannot_be_read_fails_those_who_need_it(tiny_models, tmp_path: Path, monkeypatch) -> None:
+    """Two answers of the same steps: one reads a place of the file that fails, the other does not."""
+    engine, real = tiny_engine(tiny_models["qwen4_exp"], tmp_path, tables="map"), os.preadv
+    places: set[int] = set()
+    bad: set[int] = set()
+
+    def noted(file, buffers, offset, flags=0):
+        if offset in bad:
+            raise OSError(5, "Input/output error")
+        places.add(offset)
+        return real(file, buffers, offset, flags)
+
+    monkeypatch.setattr(readers.os, "preadv", noted)
+    asks = {"a": [7, 8, 9], "b": [70, 80, 90, 100, 110]}
+    requests = {name: request(name, prompt, max_tokens=6, ignore_eos=True) for name, prompt in asks.items()}
+    first = {name: run(engine, each) for name, each in requests.items() if not places.clear()}
+    own = set(places)  # the second's
+    places.clear()
+    run(engine, request("again", asks["a"], max_tokens=6, ignore_eos=True))
+    bad.update(own - places)
+    assert bad
+    both = run(engine, *(request(f"{name}2", prompt, max_tokens=6, ignore_eos=True) for name, prompt in asks.items()))
+    texts = {key: [t for o in outputs for t in o.token_ids] for key, outputs in {**first["a"], **both}.items()}
+    ended = {key: outputs[-1] for key, outputs in both.items()}
+    names = {str(key): key for key in ended}
+    a, b = (next(key for name, key in names.items() if f"{each}2" in name) for each in "ab")
+    assert ended[b].finish_reason == "error" and "Input/output error" in str(ended[b].error)
+    assert ended[a].finish_reason == "length" and texts[a] == texts[next(iter(first["a"]))]
+
+
 # -- as planned ---
 
 

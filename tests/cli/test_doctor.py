@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from plans import GIB, machine
 from tandem.bench import probes
 from tandem.bench.probes import GpuSpeeds
+from tandem.cli import doctor_tables
 from tandem.cli.app import app
 from tandem.cli.doctor_checks import (
     Finding,
@@ -132,3 +133,12 @@ def test_the_whole_report(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "5.0 GB/s read" in shown.stdout and "55.0 GB/s to the GPU" in shown.stdout
     assert "! memory speed: decoding is bound by it" in shown.stdout and "    sudo dmidecode" in shown.stdout
     assert problems(storage()) <= {"demo model"} and len(list(network())) == 1
+
+
+@pytest.mark.parametrize(("enabled", "words"), [("always [madvise] never", "with large"), ("[never]", "without large")])
+def test_tables_have_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enabled: str, words: str) -> None:
+    (tmp_path / "enabled").write_text(enabled)
+    monkeypatch.setattr(doctor_tables, "LARGE_PAGES", tmp_path / "enabled")
+    monkeypatch.setattr(doctor_tables, "reads_past_cache", lambda folder: False)
+    (line,) = doctor_tables.tables()
+    assert words in line.value and "--tables disk does not work below" in line.value and not line.fix

@@ -84,3 +84,13 @@ def test_rows_that_fill_up_a_graph_are_left_out() -> None:
     assert torch.equal(torch.from_numpy(numbers(padded)), exact([(8, 9), (100, 100), (1, 1)]))
     nobody = batch([(8, 9), (100, 101), (1, 2)], [0, 0, 0])  # before a graph is captured
     assert numbers(nobody).shape == (1, 8)
+
+
+def test_one_sequence_alone_has_the_same_numbers() -> None:
+    """Found in another way. Products leave 64 bits."""
+    numbers = RowNumbers(SHAPE, HASHES)
+    expected = exact([(0, LENGTHS[0]), (0, 0), (0, 0)])
+    for position in range(LENGTHS[0]):
+        one = batch([(position, position + 1)], [3], apart=True)
+        assert torch.equal(torch.from_numpy(numbers(one)), expected[position : position + 1])
+    assert int(tokens()[0].max()) * int(HASHES.multipliers[2]) >= 1 << 63 and STOP in tokens()[0]

@@ -529,6 +529,8 @@ class TinyModels:
                 config["topk_group"] = config[groups]
             if "index_kpool" in config:
                 config["index_topk"] = 64 * config["index_kpool"]
+            if "indexer_compress_ratio" in config:
+                config["indexer_budget"] = 64 * config["indexer_compress_ratio"]
             (path / "config.json").write_text(json.dumps(config))
         return path
 

@@ -10,6 +10,7 @@ from tandem.cli import doctor_checks as checks
 from tandem.cli import doctor_container as container
 from tandem.cli import doctor_gpus as gpus
 from tandem.cli.doctor_checks import Finding
+from tandem.cli.doctor_tables import tables
 from tandem.machine.machine import Machine
 
 
@@ -35,6 +36,7 @@ def _findings() -> Iterator[Finding]:
     yield from container.limits(machine)
     yield from _measured(machine)
     yield from checks.storage()
+    yield from tables()
     yield from checks.network()
 
 

@@ -44,6 +44,7 @@ from tandem.experts.usage.recorder import ExpertRecorder
 from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.free_memory import return_free_memory
 from tandem.kernels.kernel_loads import kernel_loads
+from tandem.kernels.unread_rows import unread_rows
 
 _log = logging.getLogger(__name__)
 
@@ -341,6 +342,7 @@ class Engine:
             if sequence.matcher is not None:
                 sequence.matcher.check()
             message = _BAD_LOGITS if sequence.matcher is None else _NO_TOKEN
+            message += f"; it may be that {unread_rows.last}" if unread_rows.last else ""
             turn.end(self._answers.end(sequence, answer.end("error", message), keep=False))
             return False
         first = sampled is not None and sequence.index == sequence.answer_len == 0

@@ -59,14 +59,17 @@ class Fold:
 @dataclass(frozen=True, slots=True)
 class WindowRing:
     """Rows of the last tokens, `last` of which a new one may ask for: that of position p in place p modulo the number
-    of places. Rows of guesses have places of their own, so wrong ones overwrite nothing that is asked for later."""
+    of places. Rows of guesses have places of their own, so wrong ones overwrite nothing that is asked for later.
+    steps: of rows that come at once, as in a draft layer's pass over those of several."""
 
     row: Array
     last: int
+    steps: int = 1
 
     def slot_arrays(self, draft_tokens: int) -> tuple[Array, ...]:
         """As a `Fold`'s."""
-        return (Array(self.row.name, (self.last + draft_tokens, *self.row.shape), self.row.dtype),)
+        places = self.last + self.steps * (1 + draft_tokens) - 1
+        return (Array(self.row.name, (places, *self.row.shape), self.row.dtype),)
 
 
 State = Pages | Fold | WindowRing

@@ -78,8 +78,8 @@ class GpuOps:
         self._step, self.fixed = StepKind(each_row=deterministic), deterministic
 
     def find_rows(self, batch: TokenBatch, captured: bool) -> None:
-        """Rows of tables that the tokens of a batch in host memory name, before its layers run. captured: as a graph.
-        Raises CheckpointError where one cannot be read."""
+        """Rows of tables that the tokens of a batch in host memory name, before its layers run. captured: as a
+        graph."""
         for table in self.tables:
             table.begin(batch, captured)
 

@@ -9,6 +9,8 @@ from tandem.spec.norm import Norm
 from tandem.spec.rope import Rope
 from tandem.spec.state import Array, Pages, State, WindowRing
 
+STEPS_AT_ONCE = 2  # whose rows a draft layer takes in together, in a graph
+
 
 @dataclass(frozen=True, slots=True)
 class MeanIndex:
@@ -47,4 +49,5 @@ class MeanIndex:
 
     def states(self) -> tuple[State, ...]:
         """States of an open block's tokens, then the keys of whole ones."""
-        return WindowRing(Array("block", (self.dim,)), self.pool), Pages((Array("index", (1, self.dim)),), self.pool)
+        block = WindowRing(Array("block", (self.dim,)), self.pool, STEPS_AT_ONCE)
+        return block, Pages((Array("index", (1, self.dim)),), self.pool)

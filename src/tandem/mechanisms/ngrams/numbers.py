@@ -24,10 +24,15 @@ class RowNumbers:
         self._shape = shape
         self._multipliers, self._sizes, self._offsets = (each.cpu().numpy() for each in hashes)
         self._ring = np.full((1, PLACES), shape.stop, dtype=np.int64)
+        self._one = _OneRow(shape, hashes)
 
     def __call__(self, batch: TokenBatch) -> Whole:
-        """[T, hashes] of a batch in host memory, without the rows that only fill up a graph."""
+        """[T, hashes] of a batch in host memory, without the rows that only fill up a graph. Valid until the next
+        call."""
         ids, positions, slots = batch.input_ids.numpy(), batch.positions.numpy(), batch.slots.numpy()
+        if len(ids) == 1 or (len(ids) == len(slots) and slots[1] == 0):
+            self._grow(int(slots[0]))
+            return self._one(int(ids[0]), int(positions[0]), self._ring[slots[0]])
         self._grow(int(slots.max(initial=0)))
         if len(slots) == len(ids):
             rows = max(1, int(np.count_nonzero(slots)))
@@ -84,3 +89,27 @@ class RowNumbers:
         columns = np.repeat(np.stack(each, 1), shape.heads, 1)
         numbers: Whole = columns % self._sizes + self._offsets
         return numbers
+
+
+class _OneRow:
+    """Row numbers of one token, in plain Python: NumPy takes longer to begin than this takes in all."""
+
+    def __init__(self, shape: Ngram, hashes: Hashes) -> None:
+        self._stop, self._heads, self._longest = shape.stop, shape.heads, shape.longest
+        self._multipliers = hashes.multipliers.tolist()
+        self._each = list(zip(hashes.sizes.tolist(), hashes.offsets.tolist(), strict=True))
+        self._numbers = np.zeros((1, shape.hashes), dtype=np.int64)
+
+    def __call__(self, token: int, position: int, ring: Whole) -> Whole:
+        """[1, hashes]. ring: of the sequence, which takes the token in."""
+        ring[position % PLACES] = token
+        mixed, ended, numbers = token * self._multipliers[0], False, list[int]()
+        for back in range(1, self._longest):
+            before = self._stop if ended or position < back else int(ring[(position - back) % PLACES])
+            ended = ended or before == self._stop
+            mixed ^= before * self._multipliers[back]
+            wrapped = (mixed + (1 << 63)) % (1 << 64) - (1 << 63)  # as int64 has it
+            own = self._each[(back - 1) * self._heads : back * self._heads]
+            numbers += [wrapped % size + offset for size, offset in own]
+        self._numbers[0] = numbers
+        return self._numbers

@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.errors import CheckpointError
 from tandem.kernels.batch_layout import TokenBatch
 from tandem.kernels.gates import in_whole_vectors
 from tandem.kernels.ops import Lookup, Ops
 from tandem.kernels.step_rows import StepRows
+from tandem.kernels.unread_rows import unread_rows
 from tandem.mechanisms.gated_streams.torch import GatedMix
 from tandem.mechanisms.ngrams.shape import Ngram
 
@@ -65,7 +67,10 @@ class TorchNgrams:
         """As `Ngrams`, of the stored type or float32."""
         s, w = self._shape, self._weights
         numbers = hashed(last_ids(batch.input_ids, rows, ids, s), w.hashes, s.heads)
-        return w.find(numbers.flatten()).view(len(numbers), s.width)
+        try:
+            return w.find(numbers.flatten()).view(len(numbers), s.width)
+        except CheckpointError:
+            return torch.stack([_entry(w.find, own, s.table.width) for own in numbers]).view(len(numbers), s.width)
 
     def additions(self, projected: Tensor, x: Tensor, rows: StepRows, ring: Tensor) -> Tensor:
         """As `Ngrams`."""
@@ -76,6 +81,15 @@ class TorchNgrams:
         new = w.mix.normed(gated, w.given_norm, s.norm.eps).flatten(1)
         mixed: Tensor = gated + convolved(new, rows, ring, w.taps, s.dilation).view(gated.shape)
         return mixed
+
+
+def _entry(find: Lookup, numbers: Tensor, width: int) -> Tensor:
+    """Rows of one token, float32; no numbers where one of them cannot be read."""
+    try:
+        return find(numbers).float()
+    except CheckpointError as error:
+        unread_rows.note(error)
+        return torch.full((len(numbers), width), torch.nan)
 
 
 def last_ids(ids: Tensor, rows: StepRows, ring: Tensor, shape: Ngram) -> Tensor:

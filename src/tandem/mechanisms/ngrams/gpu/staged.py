@@ -11,12 +11,13 @@ from torch import Tensor
 from tandem.kernels.batch_layout import TokenBatch
 from tandem.kernels.gpu import pinned
 from tandem.kernels.ops import StoredTable
+from tandem.kernels.unread_rows import token_by_token
 from tandem.mechanisms.ngrams.numbers import RowNumbers
 from tandem.mechanisms.ngrams.shape import Ngram
 from tandem.mechanisms.ngrams.torch import NgramWeights
 
 WORD = 4  # bytes that kernels read at a time
-THREADS, AT_ONCE = 8, 1 << 13  # rows that one of so many threads finds at a time
+THREADS, AT_ONCE = 8, 512  # tokens whose rows one of so many threads finds at a time
 
 
 class StagedRows:
@@ -41,16 +42,15 @@ class StagedRows:
         return sum(each.nbytes for each in (self._shared, *self._of_graphs.values()))
 
     def begin(self, batch: TokenBatch, captured: bool) -> None:
-        """Finds the rows of a batch in host memory. captured: its kernels are a graph's, or will be. Raises
-        CheckpointError where a row cannot be read."""
+        """Finds the rows of a batch in host memory. captured: its kernels are a graph's, or will be."""
         numbers, size = torch.from_numpy(self.numbers(batch)), len(batch.input_ids)
         if captured and size not in self._of_graphs:
             self._of_graphs[size] = self._memory(size)
         if not captured and self._read is not None:
             self._read.synchronize()  # the step before may still read
-        target = (self._of_graphs[size] if captured else self._shared).view(-1, self._token_bytes)
-        rows = len(numbers)
-        self._fill(numbers.flatten(), target[:rows].view(rows * self._shape.hashes, -1))
+        memory, rows = self._of_graphs[size] if captured else self._shared, len(numbers)
+        target = memory[: len(memory) // self._token_bytes * self._token_bytes].view(-1, self._token_bytes)
+        self._fill(numbers, target[:rows].view(rows, self._shape.hashes, -1))
         if rows < size:  # rows that only fill up a graph are copies of the last one
             target[rows:size] = target[rows - 1]
 
@@ -78,12 +78,12 @@ class StagedRows:
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
 
     def _fill(self, numbers: Tensor, out: Tensor) -> None:
-        """Bytes of the rows, a part at a time where there are many."""
+        """Bytes of the rows of numbers [T, hashes], by several threads where there are many."""
         if len(numbers) <= AT_ONCE:
-            self._find_into(numbers, out)
+            token_by_token(self._find_into, numbers, out)
             return
         parts = zip(numbers.split(AT_ONCE), out.split(AT_ONCE), strict=True)
-        for _ in self._threads.map(lambda part: self._find_into(*part), parts):
+        for _ in self._threads.map(lambda part: token_by_token(self._find_into, *part), parts):
             pass
 
     def _find_into(self, numbers: Tensor, out: Tensor) -> None:

@@ -1,0 +1,125 @@
+"""Rows of a table of n-grams, found and left in pinned memory for a step: what the host does before a GPU begins it.
+
+    python benchmarks/table_rows.py --rows 20000000 --where ram --where map --json rows.jsonl
+
+A made-up file of random bytes, as wide as Qwen3.8-Flash-Next's rows in fp8. `warm`: the page cache has all of it, or
+memory; else the cache was dropped before, and each step reads other rows. `tokens`: of each sequence, in the step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tandem.checkpoint.tables.readers import TableRows, ignored, lookup_of
+from tandem.checkpoint.tables.stored_rows import RowRange, StoredRows
+from tandem.errors import CheckpointError
+from tandem.mechanisms.ngrams.gpu.staged import StagedRows
+from tandem.mechanisms.ngrams.shape import Ngram
+from tandem.mechanisms.ngrams.torch import Hashes, NgramWeights
+from tandem.models.batch import ForwardBatch
+from tandem.spec.norm import Norm
+from tandem.spec.stored import RowTable
+
+WIDTH, HEADS, LONGEST, VOCAB, PROMPT = 160, 8, 3, 248_320, 8192
+PART = 64 << 20
+
+
+def made_up(path: Path, rows: int) -> StoredRows:
+    if not path.exists() or path.stat().st_size != rows * WIDTH:
+        with path.open("wb") as file:
+            for first in range(0, rows * WIDTH, PART):
+                file.write(os.urandom(min(PART, rows * WIDTH - first)))
+    return StoredRows("bench", (RowRange(path, 0, rows),), WIDTH, numbers_of, True)
+
+
+def numbers_of(raw: torch.Tensor) -> torch.Tensor:
+    return raw.view(torch.float8_e4m3fn).float()
+
+
+def staged(find: TableRows, rows: int, device: torch.device) -> StagedRows:
+    hashes, each = (LONGEST - 1) * HEADS, rows // ((LONGEST - 1) * HEADS)
+    shape = Ngram(LONGEST, HEADS, RowTable(rows, WIDTH, hashes), 4, 4, 2560, VOCAB - 1, Norm(1e-6))
+    numbers = Hashes(
+        torch.tensor([3, (1 << 44) + 7, (1 << 44) + 9]), torch.full((hashes,), each), torch.arange(hashes) * each
+    )
+    unused = torch.zeros(0)
+    return StagedRows(shape, NgramWeights(numbers, find, unused, unused, unused, None, PROMPT), device)  # type: ignore[arg-type]
+
+
+def step(sequences: int, tokens: int, first: int) -> ForwardBatch:
+    """tokens: of each sequence."""
+    ids, each = torch.randint(VOCAB - 1, (sequences * tokens,)), torch.arange(sequences, dtype=torch.int32)
+    positions, starts = torch.arange(first, first + tokens).repeat(sequences), torch.arange(sequences + 1) * tokens
+    return ForwardBatch(
+        ids, positions, positions, starts.int(),
+        torch.full((sequences,), first + tokens, dtype=torch.int32), torch.zeros(sequences, 1, dtype=torch.int32),
+        torch.arange(sequences), each + 1, sequences if tokens == 1 else 0,
+    )  # fmt: skip
+
+
+def dropped(path: Path) -> None:
+    """The page cache lets go of the file."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def measured(rows: StagedRows, path: Path, sequences: int, tokens: int, cold: bool, rounds: int) -> float:
+    """Median microseconds of a step."""
+    steps, times = [step(sequences, tokens, i * tokens) for i in range(rounds)], []
+    if cold:
+        dropped(path)
+    for batch in steps:
+        begin = time.perf_counter()
+        rows.begin(batch, tokens == 1)
+        times.append(time.perf_counter() - begin)
+    return 1e6 * statistics.median(times[rounds // 10 :])
+
+
+def lines(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    stored, device = made_up(options.file, options.rows), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for where in options.where:
+        try:
+            find = lookup_of(stored, where, ignored)
+        except CheckpointError as error:
+            yield {"bench": "tables", "where": where, "error": str(error)}
+            continue
+        rows = staged(find, options.rows, device)
+        for sequences, tokens in ((1, 1), (8, 1), (64, 1), (1, PROMPT)):
+            for cold in (False, True) if where == "map" else (where == "disk",):
+                if where == "map" and not cold:
+                    options.file.read_bytes()  # into the page cache
+                rounds = options.rounds if tokens == 1 else 3
+                us = measured(rows, options.file, sequences, tokens, cold, rounds)
+                row = {"bench": "tables", "where": where, "warm": not cold, "sequences": sequences, "tokens": tokens}
+                yield row | {"us": round(us, 1), "device": device.type, "rows": options.rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=20_000_000)
+    parser.add_argument("--where", action="append", choices=["ram", "map", "disk"])
+    parser.add_argument("--file", type=Path, default=Path("table_rows.bin"))
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    options.where = options.where or ["ram", "map", "disk"]
+    torch.set_num_threads(1)
+    for line in lines(options):
+        print(json.dumps(line), flush=True)
+        if options.json is not None:
+            with options.json.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main()
