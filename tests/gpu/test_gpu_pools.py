@@ -16,9 +16,9 @@ from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_cuda, needs_triton
 from gpu_sessions import DECODED, PROMPT, ROWS, Session, by_row, on_the_cpu
 from paged_batches import PAGE, Batch, make_batch, random_tables
 from tandem import _core
-from tandem.kernels.chosen import SelectedKeys
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
+from tandem.kernels.selected_keys import SelectedKeys
 from tandem.mechanisms.mean_index.shape import MeanIndex
 from tandem.mechanisms.mean_index.torch import MeanWeights, normed_queries, turned
 from tandem.mechanisms.token_index.pooled import KeyPoolWeights, PooledKeys

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.kernels.chosen import SelectedKeys
 from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.selected_keys import SelectedKeys
 from tandem.kernels.step_rows import StepContext
 from tandem.mechanisms.latent.gpu.heads import lengths_of
 from tandem.mechanisms.token_index.gpu.index import chosen_keys
