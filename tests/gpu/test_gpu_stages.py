@@ -73,7 +73,7 @@ def test_the_engine_answers_in_stages_on_one_gpu(monkeypatch, tiny_models, share
     """As `kt serve --pipeline-parallel-size 2` starts it: planned, warmed, with a prefix that is found again."""
     monkeypatch.setenv("TANDEM_RANKS_SHARE_GPU", "1")
     greedy = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
-    prompts = [[7 + i, *range(20, 50)] for i in range(6)] + [[5] * 300]
+    prompts = [[7 + i, *range(20, 50)] for i in range(6)] + [[5] * 100]
     flags = {"kt_cpuinfer": 2, "max_total_tokens": 4096, "mem_fraction_static": 0.3, "kt_gpu_experts_ratio": share}
     answers = []
     for stages in (1, 2):
@@ -105,7 +105,7 @@ def test_experts_travel_to_both_stages_for_long_prompts(monkeypatch, tiny_models
             begun.append((number, len(stream.counts)))
 
         monkeypatch.setattr(stream, "begin", noted)
-    prompts = [[7 + i % 90 for i in range(first, first + 200)] for first in range(2)]
+    prompts = [[7 + i % 90 for i in range(first, first + 110)] for first in range(2)]
     check_answers(path, prompts, llm.generate(prompts, greedy))
     layers = len(llm.engine.model_config.moe_layers)
     assert any(count for number, count in begun if number == 0) and any(count for number, count in begun if number == 1)
