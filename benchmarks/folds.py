@@ -20,12 +20,12 @@ from torch import Tensor
 from tandem.bench.rows import print_and_keep
 from tandem.mechanisms.channel_delta.shape import ChannelDelta
 from tandem.mechanisms.recurrence.gpu import folds
-from tandem.mechanisms.recurrence.gpu.folds import GpuFolds
+from tandem.mechanisms.recurrence.gpu.folds import GpuStateUpdates
 from tandem.mechanisms.recurrence.tokens import RecurrentTokens
 from tandem.mechanisms.recurrence.torch import Taps
 from tandem.mechanisms.state_space.shape import StateSpace
 from tandem.models.batch import ForwardBatch
-from tandem.models.passing import Pass
+from tandem.models.passing import ForwardState
 from tandem.spec.norm import Norm
 
 Shape = StateSpace | ChannelDelta
@@ -39,12 +39,12 @@ EXACT_ROWS = 256
 CHUNK, TF32_FLOPS, HBM_BYTES = 64, 495e12, 3.35e12  # the last two: a second, of an H100
 
 
-def step_of(sequences: int, new: int, before: int) -> Pass:
+def step_of(sequences: int, new: int, before: int) -> ForwardState:
     none = torch.zeros(sequences * new, dtype=torch.int64, device="cuda")
     count = torch.arange(sequences + 1, dtype=torch.int32, device="cuda")
     lens = torch.full((sequences,), before + new, dtype=torch.int32, device="cuda")
     batch = ForwardBatch(none, none, none, count * new, lens, none[:1, None].int(), none[:1], count[1:])
-    return Pass(batch, torch.empty(0))
+    return ForwardState(batch, torch.empty(0))
 
 
 def tokens_of(shape: Shape, rows: int) -> RecurrentTokens:
@@ -84,14 +84,14 @@ def least_ms(tokens: RecurrentTokens) -> float:
     return 1e3 * max(nbytes / HBM_BYTES, 3 * 2 * rows * heads * of_row / TF32_FLOPS)
 
 
-def row_by_row(tokens: RecurrentTokens, step: Pass, memory: Tensor) -> Tensor:
+def row_by_row(tokens: RecurrentTokens, step: ForwardState, memory: Tensor) -> Tensor:
     out = torch.empty_like(tokens.values)
     folds._row_by_row(tokens, step.batch, 1, memory, out)
     return out
 
 
-WAYS: dict[str, Callable[[RecurrentTokens, Pass, Tensor], Tensor]] = {
-    "row by row": row_by_row, "in chunks": GpuFolds().folded,
+WAYS: dict[str, Callable[[RecurrentTokens, ForwardState, Tensor], Tensor]] = {
+    "row by row": row_by_row, "in chunks": GpuStateUpdates().folded,
 }  # fmt: skip
 
 
@@ -137,7 +137,7 @@ def recurrences(name: str, shape: Shape) -> Iterator[dict[str, Any]]:
 
 
 def convolutions(name: str, shape: StateSpace) -> Iterator[dict[str, Any]]:
-    channels, made = shape.channels, GpuFolds()
+    channels, made = shape.channels, GpuStateUpdates()
     taps = Taps(torch.randn(shape.taps + 1, channels, device="cuda"), biased=True)
     ring = torch.zeros(33, shape.taps, channels, device="cuda", dtype=torch.bfloat16)
     row: dict[str, Any] = {"bench": "convolution", "config": name}

@@ -1,4 +1,4 @@
-"""`Paid`: guesses that are right as often as wished, each at a stated price, as a draft layer's are."""
+"""`PricedDrafter`: guesses that are right as often as wished, each at a stated price, as a draft layer's are."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from time import perf_counter
 
 from tandem.engine.sequence import Sequence
 from tandem.engine.speculation.draft import LAYER_KINDS, Draft
-from tandem.engine.speculation.oracle_drafter import Foretold
+from tandem.engine.speculation.oracle_drafter import OracleDrafter
 
 
-class Paid:
-    """`Drafter`, and `Drawing`. A chain for all sequences takes `seconds` times the longest."""
+class PricedDrafter:
+    """`Drafter`, and `BatchDrafter`. A chain for all sequences takes `seconds` times the longest."""
 
     unusual = False
 
     def __init__(
         self, answers: Mapping[tuple[str, int], Rows[int]], acceptance: float, vocab: int, seconds: float
     ) -> None:
-        self._said, self._seconds = Foretold(answers, acceptance, vocab), seconds
+        self._said, self._seconds = OracleDrafter(answers, acceptance, vocab), seconds
 
     def propose(self, sequence: Sequence, most: int) -> Draft | None:
         return Draft((), tuple(range(LAYER_KINDS, LAYER_KINDS + most)))

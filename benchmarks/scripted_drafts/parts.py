@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from scripted_drafts.routing import ToldRouting
+from scripted_drafts.routing import ScriptedRouting
 from tandem.bench.gaps.made_up import CopiedExperts, MadeUpStart, made_up_parts
 from tandem.bench.synthetic import SyntheticStore
 from tandem.engine.cpu_runner import StepModel
@@ -38,10 +38,10 @@ def told_tokens(first: int, count: int, vocab: int) -> list[int]:
     return [position * STRIDE % vocab for position in range(first, first + count)]
 
 
-class ToldModel:
+class ScriptedModel:
     """A model's work, with answers that depend on positions alone."""
 
-    def __init__(self, model: StepModel, routing: ToldRouting, vocab: int) -> None:
+    def __init__(self, model: StepModel, routing: ScriptedRouting, vocab: int) -> None:
         self._model, self._routing, self._vocab = model, routing, vocab
 
     def forward(self, batch: ForwardBatch, states: Rows[tuple[Tensor, ...]]) -> Tensor:
@@ -58,7 +58,7 @@ class ToldModel:
         return self._model.draft(hidden, batch, states)
 
 
-class ToldCopies(CopiedExperts):
+class ScriptedCopies(CopiedExperts):
     """In CPU memory, without a GPU."""
 
     chosen: Tensor  # int32 [rows, k]
@@ -69,7 +69,7 @@ class ToldCopies(CopiedExperts):
         return super().submit(x, Routing(ids, routing.weights))
 
 
-class ToldStore:
+class ScriptedStore:
     """Every layer's experts in CPU memory, without a GPU."""
 
     def __init__(self, ops: Ops, hidden: int, chosen: Tensor) -> None:
@@ -77,21 +77,21 @@ class ToldStore:
 
     def layer(
         self, index: int, count: int, width: int, fmt: str, activation: Activation = SILU
-    ) -> ToldCopies:
-        experts = ToldCopies(self._ops.experts(count, self._hidden, width, fmt, activation))
+    ) -> ScriptedCopies:
+        experts = ScriptedCopies(self._ops.experts(count, self._hidden, width, fmt, activation))
         experts.chosen = self._chosen[index]
         return experts
 
 
 @dataclass(frozen=True)
-class ToldStart(MadeUpStart):
+class ScriptedStart(MadeUpStart):
     """`routing` in place of the routers' choice."""
 
-    routing: ToldRouting | None = None
+    routing: ScriptedRouting | None = None
 
     def cpu_store(self) -> ExpertStore:
         assert self.routing is not None
-        return ToldStore(self.ops, self.model_config.expert_channels, self.routing.chosen)
+        return ScriptedStore(self.ops, self.model_config.expert_channels, self.routing.chosen)
 
     def gpu_store(self, store: HybridStore, handoff: Handoff) -> ExpertStore:
         assert self.routing is not None
@@ -99,26 +99,26 @@ class ToldStart(MadeUpStart):
         return SyntheticStore(store, handoff, chosen=self.routing.chosen)
 
 
-class Told(NamedTuple):
+class ScriptedSetup(NamedTuple):
     """And what routes it."""
 
     parts: EngineParts
-    routing: ToldRouting
+    routing: ScriptedRouting
 
 
-def told_parts(config: EngineConfig, dense: str, overlap: float) -> Told:
+def told_parts(config: EngineConfig, dense: str, overlap: float) -> ScriptedSetup:
     """Engine parts of the folder `config.model`, and their routing. Raises ConfigError."""
-    routings: list[ToldRouting] = []
+    routings: list[ScriptedRouting] = []
     parts = made_up_parts(config, dense=dense, start=partial(_start, overlap, routings))
     model, [routing] = parts.model_config, routings
-    scripted = ToldModel(parts.model, routing, model.vocab)
-    return Told(replace(parts, model=scripted), routing)
+    scripted = ScriptedModel(parts.model, routing, model.vocab)
+    return ScriptedSetup(replace(parts, model=scripted), routing)
 
 
 def _start(
-    overlap: float, routings: list[ToldRouting], config: EngineConfig, plan: Plan, *rest: object
+    overlap: float, routings: list[ScriptedRouting], config: EngineConfig, plan: Plan, *rest: object
 ) -> MadeUpStart:
-    make: Callable[..., ToldStart] = ToldStart
+    make: Callable[..., ScriptedStart] = ScriptedStart
     start = make(config, plan, *rest)
-    routings.append(ToldRouting(start.model_config, overlap, plan.max_step_tokens))
+    routings.append(ScriptedRouting(start.model_config, overlap, plan.max_step_tokens))
     return replace(start, routing=routings[0])

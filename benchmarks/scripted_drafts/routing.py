@@ -1,4 +1,4 @@
-"""`ToldRouting`: which experts tokens use, whatever routers choose; neighbours share as many as wished.
+"""`ScriptedRouting`: which experts tokens use, whatever routers choose; neighbours share as many as wished.
 
 Routers of made-up weights choose for each token anew, so no row of a guess would find its experts read already.
 """
@@ -49,7 +49,7 @@ def distinct(chain: Tensor, rows: int) -> float:
     return 1.0 + float((ordered.diff(dim=-1) != 0).sum(-1).float().mean())
 
 
-class ToldRouting:
+class ScriptedRouting:
     """`chosen` int32 [MoE layers, rows, top_k] is filled before every step, inside graphs too: kernels read it."""
 
     def __init__(self, model: ModelConfig, overlap: float, most_rows: int) -> None:

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from scripted_drafts.parts import Told, told_parts
+from scripted_drafts.parts import ScriptedSetup, told_parts
 from scripted_drafts.plot import draw
-from scripted_drafts.turns import Guesses, ScriptedLoad, Timed, TimedPair, TimedTurns
+from scripted_drafts.turns import ScriptedDrafts, ScriptedLoad, Timed, TimedPair, TimedTurns
 from tandem.bench.ceilings import DramReader
 from tandem.bench.gaps.made_up import write_folder
 from tandem.bench.placement.plot import check_matplotlib
@@ -140,7 +140,7 @@ def _of_share(request: ScriptedFlags, fmt: str, share: float, hbm: float) -> Ite
         for most, pays in request.widths:
             for acceptance in request.acceptances:
                 progress(f"batch {batch}, acceptance {acceptance:g}, {'up to' if pays else 'always'} {most} guesses")
-                guesses = Guesses(request.algorithm, acceptance, most, pays, request.draft_seconds)
+                guesses = ScriptedDrafts(request.algorithm, acceptance, most, pays, request.draft_seconds)
                 pairs, stats = turns.measure(guesses, request.repeats)
                 bound = _bounds(request, scripted, batch, fmt, ceilings)
                 yield (
@@ -164,7 +164,7 @@ def check_rows(request: ScriptedFlags, graph_sizes: Sequence[int]) -> None:
                 )
 
 
-def _reader(scripted: Told) -> DramReader:
+def _reader(scripted: ScriptedSetup) -> DramReader:
     parts = scripted.parts
     layers = [] if parts.handoff is None else parts.handoff.layers
     if layers:
@@ -191,7 +191,7 @@ Bound = Callable[[Timed, float], float]
 """The least seconds of a step whose sequences have so many rows each."""
 
 
-def _bounds(request: ScriptedFlags, scripted: Told, batch: int, fmt: str, ceilings: MemoryRates) -> Bound:
+def _bounds(request: ScriptedFlags, scripted: ScriptedSetup, batch: int, fmt: str, ceilings: MemoryRates) -> Bound:
     """All bytes once: dense weights and experts, each from the memory where they are; both are read together."""
     model = scripted.parts.model_config
     nbytes, layers = expert_bytes(model, fmt), len(model.moe_layers)
@@ -210,7 +210,7 @@ def _bounds(request: ScriptedFlags, scripted: Told, batch: int, fmt: str, ceilin
 
 
 def _row(
-    request: ScriptedFlags, scripted: Told, fmt: str, share: float, batch: int, guesses: Guesses
+    request: ScriptedFlags, scripted: ScriptedSetup, fmt: str, share: float, batch: int, guesses: ScriptedDrafts
 ) -> dict[str, Any]:
     model = scripted.parts.model_config
     return {

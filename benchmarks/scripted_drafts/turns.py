@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from scripted_drafts.paid import Paid
-from scripted_drafts.parts import Told, told_tokens
+from scripted_drafts.paid import PricedDrafter
+from scripted_drafts.parts import ScriptedSetup, told_tokens
 from tandem.engine.engine import Engine
 from tandem.engine.protocol import GenerateRequest, SamplingSettings, SpeculationStats
-from tandem.engine.speculation.oracle_drafter import Foretold
+from tandem.engine.speculation.oracle_drafter import OracleDrafter
 from tandem.planner.choices.speculation import DRAFT_ALGORITHMS, SpeculationPlan
 
 
@@ -24,7 +24,7 @@ class ScriptedLoad(NamedTuple):
     tokens: int
 
 
-class Guesses(NamedTuple):
+class ScriptedDrafts(NamedTuple):
     """algorithm: NEXTN where a draft layer does its work, whose guesses are replaced. acceptance: the share that is
     right; most: of a sequence in a step; seconds: of each one that is drawn without a layer."""
 
@@ -51,12 +51,12 @@ class TimedPair(NamedTuple):
 
 
 class TimedTurns:
-    def __init__(self, setup: Told, load: ScriptedLoad) -> None:
+    def __init__(self, setup: ScriptedSetup, load: ScriptedLoad) -> None:
         self._told, self._asked = setup, load
         self._plain = self._engine(None)
         self.timed(self._plain)
 
-    def measure(self, guesses: Guesses, repeats: int) -> tuple[list[TimedPair], SpeculationStats]:
+    def measure(self, guesses: ScriptedDrafts, repeats: int) -> tuple[list[TimedPair], SpeculationStats]:
         """And what the engine says of them."""
         engine = self._engine(guesses)
         for _ in range(2):
@@ -88,7 +88,7 @@ class TimedTurns:
         handoff = self._told.parts.handoff
         return None if handoff is None else handoff.used()[1]
 
-    def _engine(self, guesses: Guesses | None) -> Engine:
+    def _engine(self, guesses: ScriptedDrafts | None) -> Engine:
         """With those graphs alone that its steps may need."""
         parts, load = self._told.parts, self._asked
         plan, vocab = parts.plan, parts.model_config.vocab
@@ -102,7 +102,11 @@ class TimedTurns:
         plan = replace(plan, speculation=SpeculationPlan(guesses.algorithm, guesses.most, guesses.governed))
         answers = {(str(i), 0): told_tokens(load.context, load.tokens, vocab) for i in range(load.batch)}
         foretold = answers, guesses.acceptance, vocab
-        drafter = Foretold(*foretold) if guesses.algorithm in DRAFT_ALGORITHMS else Paid(*foretold, guesses.seconds)
+        drafter = (
+            OracleDrafter(*foretold)
+            if guesses.algorithm in DRAFT_ALGORITHMS
+            else PricedDrafter(*foretold, guesses.seconds)
+        )
         return Engine.from_parts(replace(parts, plan=plan, drafter=drafter))
 
 

@@ -12,7 +12,7 @@ import torch
 from fake_model import fake_plan
 from tandem import _core
 from tandem.architectures.load import config_from_dict
-from tandem.bench.memory_ledger import Taken, anonymous_bytes, memory_columns, planned
+from tandem.bench.memory_ledger import UsedBytes, anonymous_bytes, memory_columns, planned
 from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
 from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.experts.eager_copies import EagerCopies
@@ -63,7 +63,7 @@ def test_experts_on_the_gpu_are_not_planned_in_ram(ratio: float) -> None:
     weights = dense_bytes(config, "bfloat16") + rope_bytes(config, plan.context_length)
     assert there.gpu == weights + ratio * everyone * expert + kv + sums
     here = planned(plan, config)
-    assert here == Taken(config.weight_bytes("bfloat16", "int4"), 0)
+    assert here == UsedBytes(config.weight_bytes("bfloat16", "int4"), 0)
 
 
 @pytest.mark.parametrize("hidden", [2048, 4096])
@@ -133,18 +133,18 @@ def test_an_engine_beside_a_gpu_takes_scratch_as_planned() -> None:
 
 
 def test_memory_is_seen() -> None:
-    before = Taken.now()
+    before = UsedBytes.now()
     held = mmap.mmap(
         -1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     )  # not from the allocator, which may have kept as much
     held.write(bytes(64 * MIB))
-    used = Taken.now().since(before)
+    used = UsedBytes.now().since(before)
     assert used.ram == pytest.approx(64 * MIB, rel=0.05)
-    columns = memory_columns(Taken(64 * MIB, 0), used)
+    columns = memory_columns(UsedBytes(64 * MIB, 0), used)
     assert columns["ram_ratio"] == pytest.approx(1, abs=0.05) and columns["gpu_ratio"] is None
     assert sum(used.parts.values()) == used.ram and used.parts["rest"] == pytest.approx(64 * MIB, rel=0.05)
     held.close()
-    assert Taken.now().since(before).ram < 8 * MIB
+    assert UsedBytes.now().since(before).ram < 8 * MIB
 
 
 def test_status_is_read(tmp_path) -> None:

@@ -17,10 +17,10 @@ import scripted_path  # noqa: F401
 from scripted_drafts import __main__ as command
 from scripted_drafts import rows as told_rows
 from scripted_drafts import turns as told_turns
-from scripted_drafts.paid import Paid
-from scripted_drafts.parts import ToldCopies, told_tokens
+from scripted_drafts.paid import PricedDrafter
+from scripted_drafts.parts import ScriptedCopies, told_tokens
 from scripted_drafts.plot import lines
-from scripted_drafts.routing import ToldRouting, chains, distinct
+from scripted_drafts.routing import ScriptedRouting, chains, distinct
 from tandem.architectures.load import config_from_dict
 from tandem.bench.architectures import CONFIGS
 from tandem.cli.app import app
@@ -93,7 +93,7 @@ def batch_of(starts: list[int], positions: list[int], first_pages: list[int]) ->
 
 def test_rows_get_the_experts_of_their_places() -> None:
     """The same ones, whether a sequence's rows are one sequence or as many; other sequences have others."""
-    routing = ToldRouting(config_from_dict(CONFIGS["glm-4.5-air"] | SMALL | {"num_hidden_layers": 3}), 0.5, 8)
+    routing = ScriptedRouting(config_from_dict(CONFIGS["glm-4.5-air"] | SMALL | {"num_hidden_layers": 3}), 0.5, 8)
     assert routing.chosen.shape == (2, 8, 4)
     routing.begin(batch_of([0, 3, 4], [5, 6, 7, 9], [0, 2]))
     together = routing.chosen.clone()
@@ -107,9 +107,11 @@ def test_rows_get_the_experts_of_their_places() -> None:
 def test_a_row_says_all_that_was_asked(small, tmp_path: Path, monkeypatch) -> None:
     """Governed and fixed, right and wrong; the experts are those that were told."""
     seen: list[torch.Tensor] = []
-    submit = ToldCopies.submit
+    submit = ScriptedCopies.submit
     monkeypatch.setattr(
-        ToldCopies, "submit", lambda self, x, routing: seen.append(self.chosen[: len(x)]) or submit(self, x, routing)
+        ScriptedCopies,
+        "submit",
+        lambda self, x, routing: seen.append(self.chosen[: len(x)]) or submit(self, x, routing),
     )
     line = "--config small --layers 3 --overlap 0.25 --acceptance 0 --acceptance 1 --fixed 3 --batch 2 --steps 33"
     found = rows(tmp_path, line)
@@ -248,7 +250,7 @@ def test_a_draft_layer_takes_its_own_time(small) -> None:
 
 def test_a_guess_takes_the_time_that_is_said() -> None:
     sequences = [cast(Any, SimpleNamespace(request_id=str(i), index=0, answer_len=2)) for i in range(2)]
-    drafter = Paid({("0", 0): range(10), ("1", 0): range(20, 30)}, 1.0, 300, 0.01)
+    drafter = PricedDrafter({("0", 0): range(10), ("1", 0): range(20, 30)}, 1.0, 300, 0.01)
     started = perf_counter()
     assert drafter.draw([(sequences[0], 3), (sequences[1], 1)]) == [(2, 3, 4), (22,)]
     assert perf_counter() - started >= 0.03

@@ -16,7 +16,7 @@ from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Chunk
 from tandem.engine.speculation import ngram
 from tandem.engine.speculation.draft import Draft
-from tandem.engine.speculation.draft_length import PROBE_EVERY, FixedWidth, Governor
+from tandem.engine.speculation.draft_length import PROBE_EVERY, DraftLengthController, FixedDraftLength
 from tandem.engine.speculation.ngram import NGram, kind_of
 from tandem.engine.speculation.speculation import Speculation
 from tandem.engine.speculation.step_times import Curve, StepTimes, rounded
@@ -174,8 +174,10 @@ def test_guesses_of_many_sequences_are_tried_at_once() -> None:
 class World:
     """Sequences whose guesses come with a constant chance; steps take as long as their rows say."""
 
-    def __init__(self, acceptance: float, slope: float, sequences: int = 1, governor: Governor | None = None) -> None:
-        self.governor, self.slope, self.acceptance = governor or Governor(StepTimes()), slope, acceptance
+    def __init__(
+        self, acceptance: float, slope: float, sequences: int = 1, governor: DraftLengthController | None = None
+    ) -> None:
+        self.governor, self.slope, self.acceptance = governor or DraftLengthController(StepTimes()), slope, acceptance
         self.sequences = [text([]) for _ in range(sequences)]
         self._chance = random.Random(7)
 
@@ -228,7 +230,7 @@ def test_it_says_what_it_believes() -> None:
     seconds, chances = world.governor.believed(2, 4)
     assert seconds == pytest.approx([1.0 + 0.2 * 2 * width for width in range(5)], rel=0.1)
     assert chances == pytest.approx([0.9], abs=0.05)
-    assert FixedWidth().believed(2, 4) == ([], [])
+    assert FixedDraftLength().believed(2, 4) == ([], [])
 
 
 def test_dear_rows_are_not_bought() -> None:
@@ -249,7 +251,7 @@ def test_it_notices_when_rows_become_cheap_or_dear() -> None:
 
 
 def test_sequences_share_a_step_s_rows_by_their_chances() -> None:
-    governor, good, bad = Governor(StepTimes()), text([]), text([])
+    governor, good, bad = DraftLengthController(StepTimes()), text([]), text([])
     draft = Draft((1,) * 4, (2,) * 4)
     for _ in range(60):
         governor.learn(good, draft, [1, 1, 1, 1, 1])
@@ -265,7 +267,7 @@ def test_sequences_share_a_step_s_rows_by_their_chances() -> None:
     governor.forget(good)
     governor.forget(bad)
     assert not governor._known
-    assert FixedWidth().widths([good, bad], [draft, draft], 6) == [4, 2]
+    assert FixedDraftLength().widths([good, bad], [draft, draft], 6) == [4, 2]
 
 
 class Same(NGram):

@@ -32,7 +32,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.llm import Generation
 from tandem.engine.protocol import GenerateRequest, Grammar, SamplingSettings
 from tandem.engine.speculation.draft import Draft
-from tandem.engine.speculation.oracle_drafter import Foretold
+from tandem.engine.speculation.oracle_drafter import OracleDrafter
 from tandem.engine.start.loader import load_parts
 from tandem.engine.start.parts import EngineParts
 from tandem.engine.step.batch import BatchArrays
@@ -49,7 +49,7 @@ def test_the_made_up_drafter_is_right_as_often_as_wished() -> None:
     engine.step()
     [sequence] = engine._scheduler.running
     for acceptance, least, most in ((0.0, 0, 0), (0.5, 80, 120), (1.0, 200, 200)):
-        draft = Foretold({("a", 0): [7] * 300}, acceptance, VOCAB).propose(sequence, 200)
+        draft = OracleDrafter({("a", 0): [7] * 300}, acceptance, VOCAB).propose(sequence, 200)
         assert least <= sum(token == 7 for token in draft.tokens) <= most
 
 
@@ -124,7 +124,7 @@ def test_rows_of_guesses_are_limited_together() -> None:
     model = FakeModel()
     parts = EngineParts(
         fake_plan(speculation=SpeculationPlan("made up", 8, False), max_step_tokens=16), fake_config(), model,
-        FakeTokenizer(), drafter=Foretold(plain, 1.0, VOCAB),
+        FakeTokenizer(), drafter=OracleDrafter(plain, 1.0, VOCAB),
     )  # fmt: skip
     engine = Engine.from_parts(parts)
     for ask in asks:
@@ -248,7 +248,7 @@ def test_bad_logits_of_a_guess_end_the_answer_where_they_would_have() -> None:
     plain = token_ids(run(fake_engine(), ask)["a", 0])
     parts = EngineParts(
         fake_plan(speculation=SpeculationPlan("made up", 4, False)), fake_config(), FailingTurns(),
-        FakeTokenizer(), drafter=Foretold({("a", 0): plain}, 1.0, VOCAB),
+        FakeTokenizer(), drafter=OracleDrafter({("a", 0): plain}, 1.0, VOCAB),
     )  # fmt: skip
     engine = Engine.from_parts(parts)
     outputs = run(engine, ask)["a", 0]
@@ -298,7 +298,7 @@ def test_wrong_guesses_count_nowhere(tiny_models, tmp_path: Path, acceptance: fl
                              speculative_algorithm="NGRAM")  # fmt: skip
         wanted = SpeculationPlan("made up", 3, False) if speculative else None
         parts = replace(engine_parts(engine), plan=replace(engine.plan, speculation=wanted))
-        engine = Engine.from_parts(replace(parts, drafter=Foretold(answers, acceptance, 256)))
+        engine = Engine.from_parts(replace(parts, drafter=OracleDrafter(answers, acceptance, 256)))
         engine.record_experts("start").result()
         got = run(engine, *(request(name, prompt, max_tokens=12, ignore_eos=True)
                             for name, prompt in (("0", [7, 8, 9]), ("1", [40] * 6))))  # fmt: skip
@@ -322,7 +322,7 @@ def test_a_step_s_distinct_experts_are_read_once(tiny_models, tmp_path: Path) ->
     asks = [request(name, prompt, max_tokens=13, ignore_eos=True) for name, prompt in prompts.items()]
     parts = replace(engine_parts(engine), plan=replace(engine.plan, speculation=SpeculationPlan("made up", 3, False)))
     answers = {key: token_ids(outputs) for key, outputs in run(engine, *asks).items()}
-    engine = Engine.from_parts(replace(parts, drafter=Foretold(answers, 1.0, 256)))
+    engine = Engine.from_parts(replace(parts, drafter=OracleDrafter(answers, 1.0, 256)))
     before, spans, run_model = engine.stats().experts.cpu_bytes, [], engine._runner.start
     engine.record_experts("start").result()
 
@@ -380,7 +380,7 @@ def test_every_family_answers_the_same_bits(tiny_models, tmp_path: Path, variant
     parts = engine_parts(engine)
     plain = run(Engine.from_parts(replace(parts, plan=replace(parts.plan, speculation=None))), *asks)
     answers = {key: token_ids(outputs) for key, outputs in plain.items()}
-    foretold = Foretold(answers, 0.5, parts.model_config.vocab)
+    foretold = OracleDrafter(answers, 0.5, parts.model_config.vocab)
     for drafter in (None, foretold):
         speculative = Engine.from_parts(replace(parts, drafter=drafter))
         assert scores(run(speculative, *asks)) == scores(plain)
@@ -408,7 +408,7 @@ def test_what_lies_in_slots_is_taken_back(tiny_models, tmp_path: Path, variant: 
         engine = tiny_engine(tiny_models[variant], tmp_path, max_total_tokens=tokens, context_length=96, **flags)
         parts = engine_parts(engine)
         plan = parts.plan if speculative else replace(parts.plan, speculation=None)
-        engine = Engine.from_parts(replace(parts, plan=plan, drafter=Foretold(answers, acceptance, 256)))
+        engine = Engine.from_parts(replace(parts, plan=plan, drafter=OracleDrafter(answers, acceptance, 256)))
         got = {key: outputs for call in calls for key, outputs in run(engine, *call).items()}
         answers = answers or {key: token_ids(outputs) for key, outputs in got.items()}
         told.append(scores(got))
@@ -436,7 +436,9 @@ def test_rows_that_are_sequences_of_their_own_answer_the_same(
     expected = run(plain, *asks)
     answers = {key: token_ids(outputs) for key, outputs in expected.items()}
     counted = plain.stats().experts.cpu_tokens
-    speculative = Engine.from_parts(replace(parts, drafter=Foretold(answers, acceptance, parts.model_config.vocab)))
+    speculative = Engine.from_parts(
+        replace(parts, drafter=OracleDrafter(answers, acceptance, parts.model_config.vocab))
+    )
     speculative._runner._arrays = apart
     assert scores(run(speculative, *asks)) == scores(expected)
     assert speculative.stats().speculation.guesses > 0
@@ -508,7 +510,7 @@ def test_the_demo_model_answers_the_same_bits(parts, plain, wish: str, way: str)
     acceptance, changes = WAYS[way]
     expected = plain[wish]
     answers = {(str(i), n): a.token_ids for i, r in enumerate(expected, 1) for n, a in enumerate(r.answers)}
-    drafter = None if acceptance is None else Foretold(answers, acceptance, parts.model_config.vocab)
+    drafter = None if acceptance is None else OracleDrafter(answers, acceptance, parts.model_config.vocab)
     wanted = SpeculationPlan("NGRAM", 7, governed=False)
     got, engine = ask(replace(parts, drafter=drafter), wish, speculation=wanted, **changes)
     assert told(got) == told(expected)

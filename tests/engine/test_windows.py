@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fake_model import check_pages, greedy_reference, request, run
 from fake_windows import WINDOW, check_windows, poison, scored, windowed_config, windowed_engine, windows_of
 from tandem.engine.engine import Engine
-from tandem.engine.speculation.oracle_drafter import Foretold
+from tandem.engine.speculation.oracle_drafter import OracleDrafter
 from tandem.engine.start.loader import load_parts
 from tandem.engine.state.arrays import allocate
 from tandem.flags.engine_config import EngineConfig
@@ -113,7 +113,7 @@ def test_preempted_sequences_go_on_with_the_same_answer() -> None:
 def test_guesses_are_taken_back(acceptance: float) -> None:
     prompts = {str(i): prompt_of(20 + 40 * i, i) for i in range(3)}
     wanted = {name: greedy_reference(each, 100) for name, each in prompts.items()}
-    drafter = Foretold({(name, 0): each for name, each in wanted.items()}, acceptance, 64)
+    drafter = OracleDrafter({(name, 0): each for name, each in wanted.items()}, acceptance, 64)
     engine = windowed_engine(drafter=drafter, num_pages=256, max_running_requests=3, max_step_tokens=32)
     assert answers(engine, *(request(name, each, max_tokens=100) for name, each in prompts.items())) == wanted
 
@@ -142,7 +142,7 @@ def test_any_traffic(turns: list, pages: int, running: int, step_tokens: int, sp
         if len(prompt) + answer < min(256, pages * PAGE):
             prompts[str(i)] = prompt, answer, kind
             wanted[str(i)] = greedy_reference(prompt, answer)
-    drafter = Foretold({(name, 0): each for name, each in wanted.items()}, 0.6, 64) if speculative else None
+    drafter = OracleDrafter({(name, 0): each for name, each in wanted.items()}, 0.6, 64) if speculative else None
     engine = windowed_engine(
         num_pages=pages, max_running_requests=running, max_step_tokens=step_tokens, drafter=drafter
     )

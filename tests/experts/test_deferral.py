@@ -23,7 +23,7 @@ from tandem.checkpoint import open_checkpoint
 from tandem.engine.state.arrays import allocate
 from tandem.experts import CpuExperts, RoutedExperts
 from tandem.experts import mailbox as module
-from tandem.experts.deferral import Deferral, Due, LateExperts, who_defers
+from tandem.experts.deferral import Deferral, DeferredExperts, DeferredSum, who_defers
 from tandem.experts.feed import feed_of
 from tandem.experts.handoff import Handoff
 from tandem.experts.handoff_counts import HandoffSizes
@@ -92,12 +92,12 @@ def layer_by_hand(
 
 def test_layers_one_after_the_other_add_what_is_late() -> None:
     torch.manual_seed(0)
-    due, owed = Due(), None
+    due, owed = DeferredSum(), None
     for layer in range(4):
         matrices = [(torch.randn(WIDTH, HIDDEN), torch.randn(WIDTH, HIDDEN), torch.randn(HIDDEN, WIDTH))
                     for _ in range(EXPERTS)]  # fmt: skip
         inner = CpuExperts(TorchOps().experts(EXPERTS, HIDDEN, WIDTH, "f32"))
-        experts = LateExperts(inner, Deferral(1, 3) if layer < 3 else None, due)
+        experts = DeferredExperts(inner, Deferral(1, 3) if layer < 3 else None, due)
         experts.load(feed_of(EXPERTS, lambda expert, m=matrices: m[expert]))
         ids = torch.stack([torch.randperm(EXPERTS)[:3] for _ in range(TOKENS)]).int()
         x, routing = torch.randn(TOKENS, HIDDEN), Routing(ids, torch.rand(TOKENS, 3))
@@ -110,10 +110,10 @@ def test_layers_one_after_the_other_add_what_is_late() -> None:
 
 def with_late_experts(session: Session, most: int) -> Session:
     """As `kt quality` does it, all experts in CPU memory."""
-    layers, due = [layer.moe for layer in session.model.layers if layer.moe is not None], Due()
+    layers, due = [layer.moe for layer in session.model.layers if layer.moe is not None], DeferredSum()
     top_k = session.config.moe.router.top_k
     for moe, defers in zip(layers, who_defers([True] * len(layers)), strict=True):
-        moe.experts = LateExperts(moe.experts, Deferral(top_k - most, top_k) if defers else None, due)
+        moe.experts = DeferredExperts(moe.experts, Deferral(top_k - most, top_k) if defers else None, due)
     return session
 
 
@@ -243,7 +243,7 @@ def first_step(model: Any, rows: int) -> tuple[ForwardBatch, Any]:
 
 
 def plainly(path: Path, most: int, rows: int, dtype: str) -> Tensor:
-    """`LateExperts` in plain torch."""
+    """`DeferredExperts` in plain torch."""
     session = with_late_experts(Session(path, dtype), most) if most else Session(path, dtype)
     batch, _ = first_step(session.model, rows)
     states = allocate(session.config.state_layout(dtype, 16), rows).arrays

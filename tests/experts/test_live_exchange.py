@@ -15,14 +15,14 @@ from fake_layers import EXPERTS, HIDDEN, ON_GPU, PATIENCE, PLENTY, Layer, made
 from tandem import _core
 from tandem.errors import KernelError
 from tandem.experts.live.copies import hold_all
-from tandem.experts.live.exchange import LiveExchange, Settled
+from tandem.experts.live.exchange import ExchangeOutcome, LiveExchange
 from tandem.experts.live.virtual import Exchange
 from tandem.experts.residency import Residency, Tier
 
 
-def finish(exchange: LiveExchange, copies: FakeCopies) -> Settled:
+def finish(exchange: LiveExchange, copies: FakeCopies) -> ExchangeOutcome:
     """Until nothing is under way; everything that happened."""
-    total = Settled()
+    total = ExchangeOutcome()
     for _ in range(1000):
         if not exchange.busy:
             return total
@@ -237,7 +237,7 @@ def move(what: str, layer: Layer, places: Residency, index: int, which: int) -> 
         places.load(index, expert)
 
 
-def follow(places: Residency, outcome: Settled, waiting: list[int]) -> int:
+def follow(places: Residency, outcome: ExchangeOutcome, waiting: list[int]) -> int:
     """As live placement follows; how many have settled."""
     for each in outcome.done:
         places.sink(each.layer, each.leaving)

@@ -1,4 +1,4 @@
-"""`TravelOrder`: those that had most rows lately travel first, and who asks knows what rows are left."""
+"""`TransferOrder`: those that had most rows lately travel first, and who asks knows what rows are left."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from tandem.experts.streaming.transfer_order import GRID, TravelOrder
+from tandem.experts.streaming.transfer_order import GRID, TransferOrder
 
 
 @dataclass
@@ -30,7 +30,7 @@ def tokens(*of_second_layer: int) -> np.ndarray:
 
 def test_places_of_who_had_most_rows_come_first() -> None:
     """Both those that travel and the others ascend, so that neighbours are one copy."""
-    order = TravelOrder([None, Layer(4)])
+    order = TransferOrder([None, Layer(4)])
     assert arranged(order, 2) == [0, 1, 2, 3] and order.left is None
     order.learn(tokens(5, 1, 9, 4), PLACES)
     assert arranged(order, 1) == [2, 0, 1, 3] and arranged(order, 2) == [1, 2, 0, 3]
@@ -41,7 +41,7 @@ def test_places_of_who_had_most_rows_come_first() -> None:
 
 def test_only_new_rows_count_and_old_ones_fade() -> None:
     """Counts are of the start, and may have passed 2^31."""
-    order, start = TravelOrder([None, Layer(4)]), np.array([[0] * 4, [1, 2, 3, 4]], np.int64)
+    order, start = TransferOrder([None, Layer(4)]), np.array([[0] * 4, [1, 2, 3, 4]], np.int64)
     order.learn(start.astype(np.int32), PLACES)
     order.learn(start.astype(np.int32), PLACES)
     for step in range(1, 4):
@@ -53,7 +53,7 @@ def test_only_new_rows_count_and_old_ones_fade() -> None:
 
 def test_an_order_that_is_good_enough_stays() -> None:
     """Else copies would be listed anew in each step."""
-    order = TravelOrder([None, Layer(4)])
+    order = TransferOrder([None, Layer(4)])
     order.learn(tokens(1000, 500, 0, 200), PLACES)
     assert arranged(order, 2) == [0, 2, 1, 3]
     order.learn(tokens(2000, 1000, 0, 1201), PLACES)  # expert 3 had a few more rows than 1
@@ -63,14 +63,14 @@ def test_an_order_that_is_good_enough_stays() -> None:
 
 
 def test_a_layer_without_rows_keeps_its_order() -> None:
-    order = TravelOrder([Layer(4), Layer(4)])
+    order = TransferOrder([Layer(4), Layer(4)])
     places = np.array([[0, 1, 2, 3], [3, 2, 1, 0]], np.int32)
     assert arranged(order, 2, 0) == [0, 1, 2, 3]
     order.learn(tokens(1, 2, 3, 4), places)
     assert order.arranged(0, 2) is None
 
 
-def arranged(order: TravelOrder, count: int, layer: int = 1) -> list[int]:
+def arranged(order: TransferOrder, count: int, layer: int = 1) -> list[int]:
     places = order.arranged(layer, count)
     assert places is not None
     return places.tolist()

@@ -20,7 +20,7 @@ from tandem.experts.live.live_experts import LiveTimes
 from tandem.experts.usage import expert_usage as usage_module
 from tandem.experts.usage.expert_usage import Copy, ExpertUsage
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.ops import Ops, Tally
+from tandem.kernels.ops import ExpertCounts, Ops
 from tandem.kernels.reference import TorchOps
 from tandem.mechanisms.router.shape import Router
 
@@ -32,15 +32,15 @@ ROUTERS = [
 ]
 
 
-def tally_of(router: Router, rows: int, counted: int | None = None) -> Tally:
+def tally_of(router: Router, rows: int, counted: int | None = None) -> ExpertCounts:
     kind, where = (torch.int64, "cpu") if counted is None else (torch.int32, DEVICE)
     counts = [torch.zeros(router.num_experts, dtype=kind, device=where) for _ in range(2)]
     chosen = torch.full((rows, router.top_k), -1, dtype=torch.int32, device=where)
     real = None if counted is None else torch.tensor([counted], dtype=torch.int32, device=where)
-    return Tally(counts[0], counts[1], chosen, real)
+    return ExpertCounts(counts[0], counts[1], chosen, real)
 
 
-def check(tally: Tally, ids: Tensor, router: Router, counted: int) -> None:
+def check(tally: ExpertCounts, ids: Tensor, router: Router, counted: int) -> None:
     """Against a count written out. ids: what the same call returned, shared experts behind the routed ones."""
     expected = torch.zeros(router.num_experts, dtype=torch.int64)
     for row in ids[:counted, : router.top_k].tolist():

@@ -13,7 +13,7 @@ from foreign_models import ALONE, PAGED, ForeignModels
 from tandem import LLM, SamplingParams
 from tandem.engine.engine import Engine
 from tandem.engine.speculation.draft import Drafter
-from tandem.engine.speculation.oracle_drafter import Foretold
+from tandem.engine.speculation.oracle_drafter import OracleDrafter
 from tandem.engine.start.loader import load_parts
 from tandem.flags.engine_config import EngineConfig
 from tandem.planner.choices.speculation import SpeculationPlan
@@ -84,7 +84,7 @@ def test_guesses_change_nothing(foreign_models, model_type):
     expected = greedy_text(path)
     answers = {(str(i), 0): tokens for i, tokens in enumerate(expected, 1)}
     wanted = SpeculationPlan("NGRAM", 3, governed=False)
-    model = llm(path, Foretold(answers, 0.5, VOCAB), speculation=wanted)
+    model = llm(path, OracleDrafter(answers, 0.5, VOCAB), speculation=wanted)
     assert tokens_of(model.generate(questions(), GREEDY, progress=False)) == expected
     said = model.engine.stats().speculation
     assert 0 < said.right_guesses < said.guesses

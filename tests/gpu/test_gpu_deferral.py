@@ -1,4 +1,4 @@
-"""Late experts in CUDA graphs, against `LateExperts` on the CPU with the same placement.
+"""Late experts in CUDA graphs, against `DeferredExperts` on the CPU with the same placement.
 
 Prompts defer nothing, decode steps do. The tolerance is twice the error that bfloat16 has on the CPU with the same late
 experts. It is the middle row's: in bfloat16 some rows choose another expert, and are far off.
@@ -19,7 +19,7 @@ from tandem import _core
 from tandem.architectures.load import load_config
 from tandem.checkpoint import open_checkpoint
 from tandem.engine.state.arrays import allocate
-from tandem.experts.deferral import Deferral, Due, LateExperts, who_defers
+from tandem.experts.deferral import Deferral, DeferredExperts, DeferredSum, who_defers
 from tandem.experts.placement import ExpertPlacement
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.models import build
@@ -44,12 +44,12 @@ def on_the_cpu(path: Any, dtype: str, most: int, placement: ExpertPlacement) -> 
 
 
 def make_late(model: Any, most: int, placement: ExpertPlacement) -> None:
-    blocks, due = [layer.moe for layer in model.layers if layer.moe is not None], Due()
+    blocks, due = [layer.moe for layer in model.layers if layer.moe is not None], DeferredSum()
     defers = who_defers([not bool(layer.all()) for layer in placement.gpu_experts])
     for index, moe in enumerate(blocks):
         top_k = moe.router.top_k
         moe.experts.places = torch.cat((placement.slots(index), torch.zeros(moe.fused, dtype=torch.int32)))
-        moe.experts = LateExperts(moe.experts, Deferral(top_k - most, top_k) if defers[index] else None, due)
+        moe.experts = DeferredExperts(moe.experts, Deferral(top_k - most, top_k) if defers[index] else None, due)
 
 
 @pytest.mark.parametrize("graphs", [(1, 8), (8,)], ids=["own", "filled"])

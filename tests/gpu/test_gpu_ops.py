@@ -24,7 +24,7 @@ from tandem.errors import KernelError
 from tandem.formats.codes import WeightCodes, join_nibbles
 from tandem.formats.reference import decoded, magnitudes, quantise, stored
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.ops import HeadNorms, Ops, RopeTables, Routing, Tally
+from tandem.kernels.ops import ExpertCounts, HeadNorms, Ops, RopeTables, Routing
 from tandem.kernels.reference import TorchOps
 from tandem.mechanisms.router.scores import SCORES, Score
 from tandem.mechanisms.router.shape import Router
@@ -464,7 +464,7 @@ def test_a_score_without_a_kernel_is_torchs(ops: Ops, monkeypatch: pytest.Monkey
     router = Router(60, 4, score="softsign", has_bias=True, num_groups=4, top_groups=2, scale=1.5)
     logits, bias = torch.randn(9, 60), torch.rand(60)
     zeros = torch.zeros(60, dtype=torch.int32, device=DEVICE)
-    tally = Tally(zeros, zeros.clone(), rows=torch.tensor([7], dtype=torch.int32, device=DEVICE))
+    tally = ExpertCounts(zeros, zeros.clone(), rows=torch.tensor([7], dtype=torch.int32, device=DEVICE))
     expected = TorchOps().bound(router)(logits, bias, shared)
     got = ops.bound(router)(logits.to(DEVICE), bias.to(DEVICE), shared, tally)
     assert torch.equal(got.ids.cpu(), expected.ids)

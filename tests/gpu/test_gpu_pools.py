@@ -24,7 +24,7 @@ from tandem.mechanisms.mean_index.torch import MeanWeights, normed_queries, turn
 from tandem.mechanisms.token_index.pooled import KeyPoolWeights, PooledKeys
 from tandem.mechanisms.token_index.shape import Index
 from tandem.models.builder import rope_table
-from tandem.models.passing import Pass
+from tandem.models.passing import ForwardState
 from tandem.spec.norm import Norm
 from tandem.spec.rope import Rope, still
 
@@ -105,10 +105,10 @@ class PoolCase:
 
     def step(self, index: Any, spans: list[tuple[int, int]]) -> SelectedKeys | None:
         given = [x.to(DEVICE) for x in self.rows(spans)]
-        return index(*given, Pass(self.batch(spans).there(DEVICE), torch.empty(0)), self.there)
+        return index(*given, ForwardState(self.batch(spans).there(DEVICE), torch.empty(0)), self.there)
 
     def exact_step(self, index: Any, spans: list[tuple[int, int]]) -> None:
-        index(*(x.float() for x in self.rows(spans)), Pass(self.batch(spans), torch.empty(0)), self.here)
+        index(*(x.float() for x in self.rows(spans)), ForwardState(self.batch(spans), torch.empty(0)), self.here)
 
     def queries(self, spans: list[tuple[int, int]]) -> Tensor:
         """[T, heads, dim], as they meet keys, float64."""
@@ -226,7 +226,7 @@ def test_rows_of_guesses_are_sequences_of_one_slot(ops: GpuOps) -> None:
     wrong = [x[22:25].clone() for x in case.given[0]]
     wrong[1][1:] = 3.0
     for given in (wrong, [x[22:25] for x in case.given[0]]):
-        gpu(*(x.to(DEVICE) for x in given), Pass(rows.there(DEVICE), torch.empty(0)), case.there)
+        gpu(*(x.to(DEVICE) for x in given), ForwardState(rows.there(DEVICE), torch.empty(0)), case.there)
     case.exact_step(exact, [(23, 25)])
     at, got = case.tables[0].long()[20 // PAGE], case.there.keys.cpu().float()
     place = 20 % PAGE // 4
@@ -255,10 +255,10 @@ def test_a_choice_in_a_graph_is_that_of_the_sequence_at_its_replay(ops: GpuOps, 
     for each in (plain, case):
         each.step(index, [(0, 60)])
     batch, given = case.batch([(60, 61)]).there(DEVICE), [x.to(DEVICE) for x in case.rows([(60, 61)])]
-    index(*given, Pass(batch, torch.empty(0)), case.there)
+    index(*given, ForwardState(batch, torch.empty(0)), case.there)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        chosen = index(*given, Pass(batch, torch.empty(0)), case.there)
+        chosen = index(*given, ForwardState(batch, torch.empty(0)), case.there)
     for span in steps:
         alone = plain.step(index, [span])
         now = case.batch([span])

@@ -19,7 +19,7 @@ from kernel_cases import INVARIANT_TIER
 from tandem import LLM
 from tandem.engine.engine import Engine
 from tandem.engine.protocol import Grammar, SamplingSettings
-from tandem.engine.speculation.oracle_drafter import Foretold
+from tandem.engine.speculation.oracle_drafter import OracleDrafter
 from tandem.engine.start.loader import load_parts
 from tandem.engine.start.parts import EngineParts
 from tandem.flags.engine_config import EngineConfig
@@ -43,12 +43,12 @@ def parts_of(path: Path, share: float, **flags) -> EngineParts:
     )  # fmt: skip
 
 
-def engine_of(parts: EngineParts, drafter: Foretold | None, *, most: int = MOST) -> Engine:
+def engine_of(parts: EngineParts, drafter: OracleDrafter | None, *, most: int = MOST) -> Engine:
     """drafter: None for one that never says anything. Its only graph has 12 rows."""
     assert parts.plan.gpu is not None
     wanted = SpeculationPlan("made up", most, False)
     plan = replace(parts.plan, speculation=wanted, gpu=replace(parts.plan.gpu, graph_sizes=(ROWS,)))
-    return Engine.from_parts(replace(parts, plan=plan, drafter=drafter or Foretold({}, 0.0, 2)))
+    return Engine.from_parts(replace(parts, plan=plan, drafter=drafter or OracleDrafter({}, 0.0, 2)))
 
 
 def scores(answers: dict) -> dict:
@@ -67,7 +67,7 @@ def test_answers_have_the_same_bits(tiny_models, variant: str, share: float) -> 
     counted = [plain.stats().experts.cpu_tokens[0] + plain.stats().experts.gpu_tokens[0]]
     steps = []
     for acceptance in (0.0, 0.5, 1.0):
-        engine = engine_of(parts, Foretold(answers, acceptance, parts.model_config.vocab))
+        engine = engine_of(parts, OracleDrafter(answers, acceptance, parts.model_config.vocab))
         got = scores(run(engine, *asks))
         for name, theirs in scores(expected).items():
             other = [i for i, (a, b) in enumerate(zip(got[name], theirs, strict=True)) if a != b]
@@ -94,7 +94,7 @@ def test_every_row_is_chosen_by_the_requests_own_rule(tiny_models, wish: str) ->
     expected = run(engine_of(parts, None), *asks)
     answers = {key: token_ids(outputs) for key, outputs in expected.items()}
     for acceptance in (0.5, 1.0):
-        engine = engine_of(parts, Foretold(answers, acceptance, parts.model_config.vocab))
+        engine = engine_of(parts, OracleDrafter(answers, acceptance, parts.model_config.vocab))
         got = run(engine, *asks)
         assert {key: token_ids(outputs) for key, outputs in got.items()} == answers
         assert engine.stats().speculation.right_guesses > 0
@@ -110,7 +110,7 @@ def test_shapes_of_their_own_say_what_float32_says(tiny_models, variant: str, gr
     params = SamplingSettings(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0)
     plain = LLM.from_engine(engine_of(parts, None) if graphs else Engine.from_parts(parts))
     answers = {(str(i), 0): one.token_ids for i, one in enumerate(plain.generate(prompts, params, progress=False), 1)}
-    engine = Engine.from_parts(replace(parts, drafter=Foretold(answers, 0.7, parts.model_config.vocab)))
+    engine = Engine.from_parts(replace(parts, drafter=OracleDrafter(answers, 0.7, parts.model_config.vocab)))
     results = LLM.from_engine(engine).generate(prompts, params, progress=False)
     texts = [[*prompt, *one.token_ids] for prompt, one in zip(prompts, results, strict=True)]
     got = torch.tensor([[token.logprob for token in one.logprobs] for one in results])
@@ -128,7 +128,7 @@ def test_live_experts_move_by_accepted_tokens(tiny_models) -> None:
     asks = [request(name, prompt, max_tokens=100, ignore_eos=True) for name, prompt in PROMPTS.items()]
     plain = engine_of(parts, None)
     answers = {key: token_ids(outputs) for key, outputs in run(plain, *asks).items()}
-    engine = engine_of(parts, Foretold(answers, 0.5, parts.model_config.vocab))
+    engine = engine_of(parts, OracleDrafter(answers, 0.5, parts.model_config.vocab))
     got = {key: token_ids(outputs) for key, outputs in run(engine, *asks).items()}
     same = [sum(a == b for a, b in zip(got[key], answers[key], strict=True)) for key in answers]
     print(f"{same} of 100 tokens are the same; swaps {engine.stats().experts.swaps}")

@@ -34,9 +34,9 @@ from tandem.spec.gpu_scratch import StagingRing
 if AVAILABLE:
     from tandem.experts.hybrid_store import HybridStore
     from tandem.experts.live.copies import CudaCopies, hold_all
-    from tandem.experts.streaming.copy_stream import CudaBus
+    from tandem.experts.streaming.copy_stream import CudaCopyStream
     from tandem.experts.streaming.measured import measured_rates
-    from tandem.experts.streaming.stream import ExpertStream, Followed, streamed_layer
+    from tandem.experts.streaming.stream import ExpertStream, StreamReadings, streamed_layer
     from tandem.experts.streaming.stream import Layers as Layers_
     from tandem.kernels.gpu.ops import GpuOps
 
@@ -98,7 +98,7 @@ def ring(parts: int, nbytes: int) -> StagingRing:
     return StagingRing(parts, 2, -(-2 * nbytes // 256) * 256)
 
 
-class Told:
+class ScriptedSetup:
     """What experts of each layer got since the start."""
 
     def __init__(self) -> None:
@@ -136,13 +136,13 @@ class Layers:
             self.whole[-1].load_all(0, weights)
 
     def stream(
-        self, share: float, least_rows: int = 1, bus: object = None, parts: int = 2, told: Told | None = None
+        self, share: float, least_rows: int = 1, bus: object = None, parts: int = 2, told: ScriptedSetup | None = None
     ) -> ExpertStream:
         """Attached, with a ring of so many parts of two experts."""
         layers = [streamed_layer(each.cpu, each.gpu, DEVICE) for each in self.each]
         nbytes = max(layer.cpu.bytes_per_expert for layer in layers if layer)
-        bus = bus or (FakeBus() if DEVICE.type == "cpu" else CudaBus(DEVICE))
-        followed = Followed() if told is None else Followed(ask=lambda: told)
+        bus = bus or (FakeBus() if DEVICE.type == "cpu" else CudaCopyStream(DEVICE))
+        followed = StreamReadings() if told is None else StreamReadings(ask=lambda: told)
         made = ExpertStream(layers, ring(parts, nbytes), bus, rates(share, least_rows), DEVICE, followed)
         for index, each in enumerate(self.each):
             each.stream, each.index = made, index
@@ -187,7 +187,11 @@ def test_what_travels_is_computed_as_what_lives_there(on_gpu: int, share: float,
 @pytest.mark.parametrize("on_gpu", [0, 2])
 def test_who_had_most_rows_travels(on_gpu: int) -> None:
     """In the step after, or in the second if others had most before. The CPU computes the rest."""
-    layers, told, nobody = Layers(on_gpu), Told(), torch.full((1, EXPERTS), -1, dtype=torch.int32, device=DEVICE)
+    layers, told, nobody = (
+        Layers(on_gpu),
+        ScriptedSetup(),
+        torch.full((1, EXPERTS), -1, dtype=torch.int32, device=DEVICE),
+    )
     stream, everyone = layers.stream(0.5, told=told), torch.arange(EXPERTS, dtype=torch.int32, device=DEVICE)[None]
     first, second = ([0, 3], [3, 5]) if on_gpu else ([0, 1, 2], [1, 3, 5])
     third = [0, 4] if on_gpu else [0, 2, 4]
@@ -247,7 +251,7 @@ def test_a_prompt_that_crosses_the_threshold() -> None:
 def test_rates_are_measured_with_the_layers_own_bytes() -> None:
     layers = [layer for each in Layers().each if (layer := streamed_layer(each.cpu, each.gpu, DEVICE))]
     nbytes = layers[0].cpu.bytes_per_expert
-    bus = FakeBus() if DEVICE.type == "cpu" else CudaBus(DEVICE)
+    bus = FakeBus() if DEVICE.type == "cpu" else CudaCopyStream(DEVICE)
     found = measured_rates(layers, ring(2, nbytes), bus, DEVICE, TOP_K)
     assert 0 < found.bus < 1 and found.cpu_seconds(64) > 0 and found.cpu_row >= 0
 
@@ -367,7 +371,7 @@ def test_experts_that_change_places_are_found_where_they_are() -> None:
     sides = [each.sides for each in layers.each]
     exchange = LiveExchange(sides, layers.store.tables, copies, 1 << 30, meanwhile=at_once, tail_seconds=60.0)
     stream = layers.stream(1.0)
-    stream._followed = Followed(moves=exchange.moves)
+    stream._followed = StreamReadings(moves=exchange.moves)
     for step in range(3):
         stream.begin(TOKENS)
         layers.check()
@@ -406,7 +410,9 @@ def streaming(
     held = CudaCopies(DEVICE)
     assert hold_all([layer.cpu for layer in layers if layer], held)
     nbytes = max(layer.cpu.bytes_per_expert for layer in layers if layer)
-    stream = ExpertStream(layers, ring(3, nbytes), CudaBus(DEVICE, held, copy), rates(travelling, ROWS + 1), DEVICE)
+    stream = ExpertStream(
+        layers, ring(3, nbytes), CudaCopyStream(DEVICE, held, copy), rates(travelling, ROWS + 1), DEVICE
+    )
     for index, each in enumerate(hybrids):
         each.stream, each.index = stream, index
     session.runner._begin_step = lambda batch, captured: stream.begin(0 if captured else len(batch.input_ids))

@@ -136,7 +136,7 @@ def test_a_layer_in_a_file_is_not_loaded_again(tmp_path: Path) -> None:
     assert other.formats == experts.formats
 
 
-class Told(list[str]):
+class ScriptedSetup(list[str]):
     """What the cache says."""
 
     def cache(self, directory: Path, key: str = "k") -> PackedCache:
@@ -162,7 +162,7 @@ def fill(cache: PackedCache) -> torch.Tensor:
 
 
 def test_the_second_start_packs_nothing(tmp_path: Path) -> None:
-    told = Told()
+    told = ScriptedSetup()
     first = fill(told.cache(tmp_path / "new"))
     assert len(told) == 1 and "written" in told[0]
     cache = told.cache(tmp_path / "new")
@@ -191,7 +191,7 @@ def damaged(file: Path, where: str) -> None:
     "cut", "empty", "magic", "table offset", "table length", "table", "table sum", "first weight", "last weight",
 ])  # fmt: skip
 def test_a_file_that_is_not_whole_is_named_and_made_anew(tmp_path: Path, where: str) -> None:
-    told = Told()
+    told = ScriptedSetup()
     first = fill(told.cache(tmp_path))
     damaged(tmp_path / "m.packed", where)
     del told[:]
@@ -204,7 +204,7 @@ def test_a_file_that_is_not_whole_is_named_and_made_anew(tmp_path: Path, where: 
 
 
 def test_every_byte_of_a_section_is_checked(tmp_path: Path) -> None:
-    told = Told()
+    told = ScriptedSetup()
     fill(told.cache(tmp_path))
     file = tmp_path / "m.packed"
     whole, part = file.read_bytes(), PackedFile(tmp_path / "m.packed").sections["m"].parts[0]
@@ -221,7 +221,7 @@ def test_every_byte_of_a_section_is_checked(tmp_path: Path) -> None:
 
 def test_what_was_verified_before_anybody_waited_is_reported_once(tmp_path: Path, monkeypatch) -> None:
     """Else the speed that is shown would be that of reporting."""
-    fill(Told().cache(tmp_path))
+    fill(ScriptedSetup().cache(tmp_path))
     monkeypatch.setattr(verification, "VERIFY_BYTES", BLOCK_BYTES)
     begun, told = Verification(PackedFile(tmp_path / "m.packed"), POOL), list[tuple[int, int]]()
     while any(thread.name.startswith("tandem-verification") for thread in threading.enumerate()):
@@ -231,7 +231,7 @@ def test_what_was_verified_before_anybody_waited_is_reported_once(tmp_path: Path
 
 
 def test_a_verification_that_was_stopped_is_none(tmp_path: Path, monkeypatch) -> None:
-    fill(Told().cache(tmp_path))
+    fill(ScriptedSetup().cache(tmp_path))
     monkeypatch.setattr(verification, "VERIFY_BYTES", BLOCK_BYTES)
     go, check = threading.Event(), PackedFile.check
     monkeypatch.setattr(PackedFile, "check", lambda *given: go.wait(60) and check(*given))
@@ -243,7 +243,7 @@ def test_a_verification_that_was_stopped_is_none(tmp_path: Path, monkeypatch) ->
 
 
 def test_a_file_of_another_model_is_named_and_replaced(tmp_path: Path) -> None:
-    told = Told()
+    told = ScriptedSetup()
     fill(told.cache(tmp_path, "a"))
     del told[:]
     fill(told.cache(tmp_path, "b"))
@@ -252,7 +252,7 @@ def test_a_file_of_another_model_is_named_and_replaced(tmp_path: Path) -> None:
 
 
 def test_a_file_that_lacks_a_matrix_is_completed(tmp_path: Path) -> None:
-    told = Told()
+    told = ScriptedSetup()
     first = fill(told.cache(tmp_path))
     cache = told.cache(tmp_path)
     cases.opened(cache)
@@ -271,7 +271,7 @@ def test_a_full_disk_stops_only_the_writing(tmp_path: Path, monkeypatch: pytest.
     import resource
     import signal
 
-    told, limits = Told(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    told, limits = ScriptedSetup(), resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then write() fails with EFBIG, as ENOSPC would
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (HEAD_BYTES + 2**20, limits[1]))
@@ -292,13 +292,13 @@ def test_a_disk_that_becomes_read_only_stops_only_the_writing(tmp_path: Path, mo
 
     monkeypatch.setattr(PackedWriter, "_write", read_only)
     monkeypatch.setattr(Path, "unlink", read_only)
-    told = Told()
+    told = ScriptedSetup()
     assert torch.equal(fill(told.cache(tmp_path)), MATRIX.bfloat16().float())
     assert len(told) == 1 and "Read-only file system" in told[0]
 
 
 def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
-    told, other = Told(), PackedWriter(tmp_path / "m.packed", POOL)
+    told, other = ScriptedSetup(), PackedWriter(tmp_path / "m.packed", POOL)
     fill(told.cache(tmp_path))
     assert told == [f"packed cache: another process is writing {tmp_path / 'm.packed'}; this one does not"]
     other.finish("", "")
@@ -307,13 +307,13 @@ def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
 
 def test_a_writer_that_was_killed_leaves_nothing_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "m.packed.partial").write_bytes(b"half of a file")
-    told = Told()
+    told = ScriptedSetup()
     fill(told.cache(tmp_path))
     assert [p.name for p in tmp_path.iterdir()] == ["m.packed"]
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    told = Told()
+    told = ScriptedSetup()
     fill(told.cache(tmp_path / "file"))
     assert len(told) == 1 and "cannot be written" in told[0]

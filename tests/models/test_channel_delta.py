@@ -13,7 +13,7 @@ from torch import Tensor
 from folded_steps import TIERS, folds_of, step_of
 from tandem.errors import KernelError
 from tandem.mechanisms.channel_delta.shape import ChannelDelta
-from tandem.mechanisms.channel_delta.torch import ChannelGates, ChannelWeights, TorchChannelFolds
+from tandem.mechanisms.channel_delta.torch import ChannelGates, ChannelWeights, TorchChannelStateUpdates
 from tandem.spec.norm import Norm
 
 HEADS, DIM, LENGTH, SLOTS = 3, 20, 75, 4
@@ -42,7 +42,9 @@ class Case:
         wide = ChannelWeights(*(each.double() for each in self.weights[:3]), *self.weights[3:])
         gates, memory = self.gates(which, slice(None)), torch.zeros(SLOTS, HEADS, DIM, DIM, dtype=torch.float64)
         wider = ChannelGates(*(each.double() for each in gates))
-        return TorchChannelFolds().corrected(self.mixed[which].double(), wider, step_of([(1, 0, LENGTH)]), memory, wide)
+        return TorchChannelStateUpdates().corrected(
+            self.mixed[which].double(), wider, step_of([(1, 0, LENGTH)]), memory, wide
+        )
 
 
 @pytest.mark.parametrize("floor", [0.0, -5.0])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernel_cases import TIERS, require_tier
 from tandem import LLM, SamplingParams, _core
-from tandem.engine.speculation.oracle_drafter import Foretold
+from tandem.engine.speculation.oracle_drafter import OracleDrafter
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.mechanisms.delta_net.shape import DeltaRule
 from tandem.mechanisms.delta_net.torch import DeltaOperator, DeltaState, DeltaWeights, TorchDelta
@@ -201,7 +201,7 @@ def test_a_second_turn_gives_the_answer_of_a_server_without_a_cache(
     prompt = list(range(40, 90))
     known: dict[tuple[str, int], list[int]] = {}
     if speculative:
-        cached.engine._speculation._drafter = Foretold(known, 0.8, cached.engine.model_config.vocab)
+        cached.engine._speculation._drafter = OracleDrafter(known, 0.8, cached.engine.model_config.vocab)
     for turn in range(3):
         answers = [plain.generate([prompt], sampling)[0]]
         known[str(turn + 1), 0] = answers[0].token_ids

@@ -11,7 +11,7 @@ from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Ops
 from tandem.kernels.reference import TorchOps
 from tandem.mechanisms.streams.shape import Hyper
-from tandem.mechanisms.streams.torch import HyperWeights, Leaving, RowNorm, StreamMix
+from tandem.mechanisms.streams.torch import HyperWeights, RowNorm, StreamMix, StreamResult
 from tandem.spec.state import LANES
 
 if AVAILABLE:
@@ -32,7 +32,7 @@ def advanced(
 
     m = -(-(n if last else shape.weights) // LANES) * LANES
     weights = HyperWeights(ops.linear(made(m, n * HIDDEN).cpu() * 0.1, fmt="f32"), made(m), made(m) * 0.1)
-    leaving = Leaving(made(rows, HIDDEN), StreamMix(made(rows, n), made(rows, n, n))) if leaves else None
+    leaving = StreamResult(made(rows, HIDDEN), StreamMix(made(rows, n), made(rows, n, n))) if leaves else None
     streams, before = ops.bound(shape, weights, HIDDEN), made(rows, n, HIDDEN)
     out, x, mix = streams.advanced(before, leaving, RowNorm(made(HIDDEN), 1e-6, ops.rms_norm), last)
     assert (mix is None) == last

@@ -20,7 +20,7 @@ from tandem.mechanisms.mean_index.shape import MeanIndex
 from tandem.mechanisms.mean_index.torch import ChooseBlocks, MeanWeights
 from tandem.mechanisms.token_index.pooled import PooledKeys
 from tandem.models.builder import rope_table
-from tandem.models.passing import Pass
+from tandem.models.passing import ForwardState
 from tandem.spec.norm import Norm
 from tandem.spec.rope import Rope
 
@@ -66,7 +66,7 @@ class Case:
         q, k = (
             torch.cat([given[i][slice(*span)] for given, span in zip(self.given, spans, strict=True)]) for i in range(2)
         )
-        return index(q, k, Pass(self.batch(spans), torch.empty(0)), self.kept)  # type: ignore[arg-type]
+        return index(q, k, ForwardState(self.batch(spans), torch.empty(0)), self.kept)  # type: ignore[arg-type]
 
     def whole(self, index: ChooseBlocks) -> SelectedKeys:
         return self.step(index, [(0, n) for n in self.lengths])

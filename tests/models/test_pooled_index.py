@@ -18,7 +18,7 @@ from tandem.kernels.reference import TorchOps
 from tandem.kernels.selected_keys import SelectedKeys
 from tandem.mechanisms.token_index.pooled import KeyPoolWeights, PooledIndex, PooledKeys
 from tandem.mechanisms.token_index.shape import Index
-from tandem.models.passing import Pass
+from tandem.models.passing import ForwardState
 from tandem.spec.rope import still
 
 GUESSES = 3  # rows that a ring has room for beside those that are asked for
@@ -65,7 +65,7 @@ class Case:
         q, made, gates = (
             torch.cat([given[i][slice(*span)] for given, span in zip(self.given, spans, strict=True)]) for i in range(3)
         )
-        return index(q, made, gates, Pass(self.batch(spans), torch.empty(0)), self.kept)  # type: ignore[arg-type]
+        return index(q, made, gates, ForwardState(self.batch(spans), torch.empty(0)), self.kept)  # type: ignore[arg-type]
 
     def whole(self, index: PooledIndex) -> SelectedKeys:
         return self.step(index, [(0, n) for n in self.lengths])

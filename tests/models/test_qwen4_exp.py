@@ -37,7 +37,7 @@ from tandem.mechanisms.grouped_query.shape import Gqa
 from tandem.mechanisms.ngrams.shape import Ngram
 from tandem.mechanisms.ngrams.torch import Hashes, hashed, last_ids
 from tandem.models import build
-from tandem.models.passing import Pass
+from tandem.models.passing import ForwardState
 from tandem.planner.host_memory import pinned_bytes
 from tandem.planner.resolve import resolve
 from tiny import BOS, EOS, VOCAB, save_tokenizer, settings
@@ -204,7 +204,7 @@ def _rows(first: int, end: int) -> Any:
     from tandem.models.batch import ForwardBatch
 
     batch = ForwardBatch(at, at, at, block_tables=torch.zeros(1, 64).int(), logits_rows=at, **tensors)
-    return Pass(batch, torch.empty(0)).rows
+    return ForwardState(batch, torch.empty(0)).rows
 
 
 # -- files of the hub ---

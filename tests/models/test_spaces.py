@@ -12,7 +12,7 @@ from torch import Tensor
 from folded_steps import TIERS, folds_of, step_of
 from tandem.errors import KernelError
 from tandem.mechanisms.state_space.shape import StateSpace
-from tandem.mechanisms.state_space.torch import SpaceInputs, SpaceWeights, TorchSpaceFolds
+from tandem.mechanisms.state_space.torch import SpaceInputs, SpaceWeights, TorchSpaceStateUpdates
 from tandem.spec.norm import Norm
 
 HEADS, GROUPS, KEYS, VALUES, LENGTH, SLOTS = 6, 2, 12, 21, 75, 4
@@ -42,7 +42,7 @@ class Case:
         wide = SpaceWeights(*(each.double() for each in self.weights[:4]), *self.weights[4:])
         made, memory = self.made[which].double(), torch.zeros(SLOTS, HEADS, KEYS, VALUES, dtype=torch.float64)
         given = SpaceInputs(self.mixed[which].double(), made[:, :INNER], made[:, INNER + 5 :])
-        return TorchSpaceFolds().spaced(given, step_of([(1, 0, LENGTH)]), memory, wide)
+        return TorchSpaceStateUpdates().spaced(given, step_of([(1, 0, LENGTH)]), memory, wide)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -18,11 +18,11 @@ from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.step_rows import StepContext
 from tandem.kernels.this_machine import this_machine
-from tandem.mechanisms.recurrence.cpu import CpuFolds
+from tandem.mechanisms.recurrence.cpu import CpuStateUpdates
 from tandem.mechanisms.recurrence.tokens import RecurrentTokens
-from tandem.mechanisms.recurrence.torch import Folds, Taps, TorchFolds, taps_of
+from tandem.mechanisms.recurrence.torch import StateUpdates, Taps, TorchStateUpdates, taps_of
 from tandem.models import ForwardBatch
-from tandem.models.passing import Pass
+from tandem.models.passing import ForwardState
 from tandem.planner.choices.deferral import deferred_experts
 from tandem.quality.stream import Variant
 from tiny import COMMON, VARIANTS
@@ -32,8 +32,8 @@ HEADS, GROUPS, KEYS, VALUES, TAPS = 6, 2, 12, 21, 4
 LENGTH = 150  # more than two chunks
 
 
-def folds_of(tier: str) -> Folds:
-    return TorchFolds() if tier == "torch" else CpuFolds(CpuOps(_core.WorkerPool([-1, -1]), tier))
+def folds_of(tier: str) -> StateUpdates:
+    return TorchStateUpdates() if tier == "torch" else CpuStateUpdates(CpuOps(_core.WorkerPool([-1, -1]), tier))
 
 
 def tokens_of(g: torch.Generator, corrects: bool) -> RecurrentTokens:
@@ -69,7 +69,7 @@ def step_of(pieces: list[tuple[int, int, int]]) -> StepContext:
         positions, positions, positions, starts, torch.tensor([first + count for _, first, count in pieces]).int(),
         torch.zeros(len(pieces), 1).int(), torch.arange(sum(rows)), torch.tensor([slot for slot, _, _ in pieces]).int(),
     )  # fmt: skip
-    return Pass(batch, torch.empty(0))
+    return ForwardState(batch, torch.empty(0))
 
 
 def taps_for(g: torch.Generator, channels: int, biased: bool) -> Taps:

@@ -10,7 +10,7 @@ from tandem import _core
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
 from tandem.models import ForwardBatch
-from tandem.models.passing import Pass
+from tandem.models.passing import ForwardState
 
 TIERS = ("torch", *_core.supported_tiers())
 
@@ -20,7 +20,7 @@ def folds_of(tier: str, shape: object) -> Any:
     return (TorchOps() if tier == "torch" else CpuOps(_core.WorkerPool([-1, -1]), tier)).bound(shape)
 
 
-def step_of(pieces: list[tuple[int, int, int]]) -> Pass:
+def step_of(pieces: list[tuple[int, int, int]]) -> ForwardState:
     """(slot, first position, rows) of each sequence."""
     rows = [count for _, _, count in pieces]
     positions = torch.cat([torch.arange(first, first + count) for _, first, count in pieces])
@@ -29,4 +29,4 @@ def step_of(pieces: list[tuple[int, int, int]]) -> Pass:
         torch.tensor([first + count for _, first, count in pieces]).int(), torch.zeros(len(pieces), 1).int(),
         torch.arange(sum(rows)), torch.tensor([slot for slot, _, _ in pieces]).int(),
     )  # fmt: skip
-    return Pass(batch, torch.empty(0))
+    return ForwardState(batch, torch.empty(0))

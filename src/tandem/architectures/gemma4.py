@@ -23,7 +23,7 @@ from tandem.architectures.shared import (
 )
 from tandem.errors import ConfigError
 from tandem.mechanisms.dense.shape import Dense
-from tandem.mechanisms.experts.shape import Beside, Moe
+from tandem.mechanisms.experts.shape import Moe, ParallelDense
 from tandem.mechanisms.grouped_query.shape import Gqa, Values
 from tandem.spec.json_keys import JsonKeys
 from tandem.spec.layers import Block, Layer
@@ -86,7 +86,7 @@ def _feed_forward(keys: JsonKeys, norm: Norm) -> Dense | Moe:
     keys = keys.overlaid({"num_experts_per_tok": keys.size("top_k_experts", 8)})
     router = replace(softmax_router(keys, "num_experts", True), expert_scale=True)
     experts = moe(router, keys.size("moe_intermediate_size", 704)).activated_by(how)
-    return replace(experts, beside=Beside(dense, norm, keys.size("hidden_size", 2816) ** -0.5))
+    return replace(experts, beside=ParallelDense(dense, norm, keys.size("hidden_size", 2816) ** -0.5))
 
 
 def _attention(keys: JsonKeys, kind: str, layer: int) -> Gqa:

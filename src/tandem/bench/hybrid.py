@@ -31,7 +31,7 @@ from tandem.bench.ceilings import DramReader
 from tandem.bench.decode_counts import StepCounts
 from tandem.bench.decode_table import table
 from tandem.bench.handoff_time import handoff_us
-from tandem.bench.memory_ledger import Taken, memory_columns, planned
+from tandem.bench.memory_ledger import UsedBytes, memory_columns, planned
 from tandem.bench.rows import machine_name, shown, stamp
 from tandem.bench.step_bound import gpu_step_bytes, paired_share
 from tandem.bench.stored import expert_bytes, experts_of, format_name, stored_as
@@ -180,10 +180,10 @@ def measure(request: HybridFlags) -> Iterator[dict[str, Any]]:
 def _decode_rows(
     request: HybridFlags, fmt: str, share: float, dense_seconds: dict[int, float], gpu_gbps: float
 ) -> Iterator[dict[str, Any]]:
-    empty = Taken.now()
+    empty = UsedBytes.now()
     built = build(request, fmt, share)
     stored = stored_as(built.config, request.dense, experts_of(fmt))
-    memory = memory_columns(planned(built.plan, built.config, stored), Taken.now().since(empty))
+    memory = memory_columns(planned(built.plan, built.config, stored), UsedBytes.now().since(empty))
     keys = _model(request) | {"format": format_name(fmt)}
     yield {"bench": "memory", **keys, "gpu_share": share, **memory}
     reader = dram_reader(built)

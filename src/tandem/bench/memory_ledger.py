@@ -55,7 +55,7 @@ def counts_pinned() -> bool:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Taken:
+class UsedBytes:
     """Bytes of RAM and of GPU memory, and the parts of the RAM that is used.
 
     buffers: the C++ core's. pinned: PyTorch's. heap: what malloc has given out (CPU tensors, Python, compilers). rest:
@@ -67,7 +67,7 @@ class Taken:
     parts: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def now(cls) -> Taken:
+    def now(cls) -> UsedBytes:
         gc.collect()
         return_free_memory()
         inside, pinned = counts_pinned(), pinned_bytes()
@@ -75,17 +75,17 @@ class Taken:
         parts = {"buffers": _core.buffer_bytes(), "pinned": pinned, "heap": _core.heap_bytes()}
         return cls(ram, gpu_bytes(), parts | {"rest": ram - sum(parts.values())})
 
-    def since(self, earlier: Taken) -> Taken:
+    def since(self, earlier: UsedBytes) -> UsedBytes:
         parts = {name: nbytes - earlier.parts.get(name, 0) for name, nbytes in self.parts.items()}
-        return Taken(self.ram - earlier.ram, self.gpu - earlier.gpu, parts)
+        return UsedBytes(self.ram - earlier.ram, self.gpu - earlier.gpu, parts)
 
 
-def planned(plan: Plan, model: ModelConfig, stored: StoredFormats = UNQUANTISED) -> Taken:
+def planned(plan: Plan, model: ModelConfig, stored: StoredFormats = UNQUANTISED) -> UsedBytes:
     """Weights, and on a GPU also rotary tables, what steps need and the KV cache: on the CPU its pages take memory only
     once they are used."""
     expert = model.expert_bytes(plan.expert_format, stored.experts)
     if plan.gpu is None:
-        return Taken(model.weight_bytes(plan.dtype, plan.expert_format, stored), 0)
+        return UsedBytes(model.weight_bytes(plan.dtype, plan.expert_format, stored), 0)
     workers, steps, in_place = len(plan.cpus), plan.max_step_tokens, plan.experts_in_place
     pages = -(-plan.context_length // plan.page_size)
     sizes = sizes_of(model, plan.expert_format, stored.experts, plan.gpu.placement == "front-loading")
@@ -102,10 +102,10 @@ def planned(plan: Plan, model: ModelConfig, stored: StoredFormats = UNQUANTISED)
     gpu_bytes += rope_bytes(model, plan.context_length)
     logits = (sum(plan.gpu.graph_sizes) + sum(plan.gpu.settled_sizes)) * model.vocab * 4
     sums = plan.max_step_tokens * model.hidden * 4 if host.handoff else 0  # the CPU's sums
-    return Taken(host.total, gpu_bytes + logits + sums, host.parts())
+    return UsedBytes(host.total, gpu_bytes + logits + sums, host.parts())
 
 
-def memory_columns(plan: Taken, used: Taken) -> dict[str, Any]:
+def memory_columns(plan: UsedBytes, used: UsedBytes) -> dict[str, Any]:
     """Bytes, and how many times as much as planned is used; None where nothing was planned. counted: what is known by
     name of what is used, all but `rest`: mostly the driver's, 48 to 80 MB in one run on an H200."""
     named_bytes = sum(nbytes for name, nbytes in used.parts.items() if name != "rest")

@@ -19,7 +19,7 @@ from tandem.bench.rows import machine_name, progress, stamp, write
 from tandem.engine.engine import Engine
 from tandem.engine.pace import PrefillPace
 from tandem.engine.protocol import GenerateRequest, SamplingSettings, SpeculationStats
-from tandem.engine.speculation.oracle_drafter import Foretold
+from tandem.engine.speculation.oracle_drafter import OracleDrafter
 from tandem.engine.start.loader import load_parts
 from tandem.engine.start.parts import EngineParts
 from tandem.flags.engine_config import EngineConfig
@@ -162,7 +162,7 @@ class _TimedAnswers:
         speculation = SpeculationPlan(algorithm, request.most, request.governed)
         drafter = None
         if acceptance is not None:
-            drafter = Foretold(self._answers, acceptance, parts.model_config.vocab)
+            drafter = OracleDrafter(self._answers, acceptance, parts.model_config.vocab)
         plan = replace(parts.plan, speculation=speculation)
         return Engine.from_parts(replace(parts, plan=plan, drafter=drafter))
 

@@ -154,13 +154,13 @@ class ChatSession:
             self._console.print(f"[dim]{count} with the next message[/]")
 
     def _answer(self, question: str) -> None:
-        from tandem.cli.chat_client import ChatError, Thought
+        from tandem.cli.chat_client import ChatError, ReasoningText
 
         thinking = False
         try:
             with contextlib.closing(self._client.ask(question)) as pieces:
                 for piece in pieces:
-                    thought = isinstance(piece, Thought)
+                    thought = isinstance(piece, ReasoningText)
                     if thinking and not thought:
                         self._console.print("\n")
                     thinking = thought

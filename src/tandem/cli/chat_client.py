@@ -37,7 +37,7 @@ class Speed:
         return (self.tokens - 1) / span if self.tokens > 1 and span > 0 else 0.0
 
 
-class Thought(str):
+class ReasoningText(str):
     """A piece of reasoning: shown, and not sent again."""
 
 
@@ -131,7 +131,7 @@ class ChatClient:
         pieces: list[str] = []
         try:
             for piece in self._stream():
-                if not isinstance(piece, Thought):
+                if not isinstance(piece, ReasoningText):
                     pieces.append(piece)
                 yield piece
         finally:
@@ -203,7 +203,7 @@ def _texts(event: dict[str, Any]) -> Iterator[str]:
     for choice in event.get("choices", ()):
         delta = choice.get("delta", {})
         if thought := delta.get("reasoning_content"):
-            yield Thought(thought)
+            yield ReasoningText(thought)
         if text := delta.get("content"):
             yield text
 

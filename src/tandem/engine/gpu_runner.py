@@ -32,7 +32,7 @@ from tandem.engine.step.prefill import (
     in_layers,
 )
 from tandem.engine.step.step import Running, ShrinkingStep, Step, StepOutput
-from tandem.engine.step.streams import Feeder, Streams
+from tandem.engine.step.streams import LaunchThread, Streams
 from tandem.errors import EngineError
 from tandem.experts.handoff import Handoff
 from tandem.experts.live.live_experts import LiveExperts
@@ -122,7 +122,7 @@ class GpuRunner:
         overlaps = self._start is not None and self._start.pausable()
         overlaps = overlaps and not graphs.drafting and not graphs.one_stream
         self._streams = Streams(handoff.device, overlaps, graphs.reserved_sms if graphs.prompts else 0)
-        self._feeder = Feeder(partial(_on, self._device)) if overlaps else None
+        self._feeder = LaunchThread(partial(_on, self._device)) if overlaps else None
         self._streams.enter()
         with torch.inference_mode(), nothing_collected():
             self._graphs.capture_decode(graphs, self._decode_capture())

@@ -4,7 +4,7 @@ Of a token's routed experts, the `kept` of the largest weights are computed in t
 all that live on the GPU. The sum of the others is added to what the next layer with experts gives. The last such
 layer never defers. So the CPU computes while the GPU attends. It is lossy.
 
-In graphs csrc/experts/handoff/mailbox.cc does it. `LateExperts` does the same with any operations: it is what
+In graphs csrc/experts/handoff/mailbox.cc does it. `DeferredExperts` does the same with any operations: it is what
 `kt quality` measures, and what tests compare with. Steps that are no graph (prompts, chunks beside decode) defer
 nothing.
 
@@ -51,14 +51,14 @@ def who_defers(on_cpu: Sequence[bool]) -> list[bool]:
 
 
 @dataclass(slots=True)
-class Due:
+class DeferredSum:
     """Sum that a layer owes to the next: [T, hidden], or None. All layers of a model share one; it is for one batch."""
 
     sum: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class LateTicket:
+class DeferredTicket:
     """A batch under way, and what will be computed after its answer."""
 
     inner: Any
@@ -66,10 +66,10 @@ class LateTicket:
     late: Routing | None
 
 
-class LateExperts:
+class DeferredExperts:
     """`RoutedExperts` of a layer, some late. Every row counts as one of a decode step."""
 
-    def __init__(self, inner: RoutedExperts, deferral: Deferral | None, due: Due) -> None:
+    def __init__(self, inner: RoutedExperts, deferral: Deferral | None, due: DeferredSum) -> None:
         """deferral: None for a layer that only takes what is due."""
         self._inner, self._deferral, self._due = inner, deferral, due
 
@@ -99,14 +99,14 @@ class LateExperts:
 
     def hint(self, routing: Routing) -> None: ...
 
-    def submit(self, x: Tensor, routing: Routing) -> LateTicket:
+    def submit(self, x: Tensor, routing: Routing) -> DeferredTicket:
         """x [T, hidden], routing [T, k]."""
         if self._deferral is None:
-            return LateTicket(self._inner.submit(x, routing), x, None)
+            return DeferredTicket(self._inner.submit(x, routing), x, None)
         late_pairs = self._deferral.late_mask(routing)
-        return LateTicket(self._inner.submit(x, _only(routing, ~late_pairs)), x, _only(routing, late_pairs))
+        return DeferredTicket(self._inner.submit(x, _only(routing, ~late_pairs)), x, _only(routing, late_pairs))
 
-    def wait(self, ticket: LateTicket) -> Tensor:
+    def wait(self, ticket: DeferredTicket) -> Tensor:
         """sum over k of weight * expert(x), without those that are late and with what was due: [T, hidden]."""
         total = self._inner.wait(ticket.inner)
         due, self._due.sum = self._due.sum, None

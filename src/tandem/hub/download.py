@@ -27,7 +27,7 @@ Report = Callable[[int], None]  # so many more bytes are here; fewer, where some
 Say = Callable[[str], None]
 
 
-class Stopped(Exception):
+class DownloadStopped(Exception):
     """Another file failed, or the user stopped; what is here stays."""
 
 
@@ -92,7 +92,7 @@ class Download:
 
     def _one(self, file: RemoteFile) -> None:
         if self._stop.is_set():
-            raise Stopped
+            raise DownloadStopped
         blob = self._blobs / file.digest
         if not blob.exists():
             with _locked(self._partial(file)) as partial:
@@ -138,7 +138,7 @@ class Download:
             partial.seek(0, os.SEEK_END)
             for piece in response.iter_bytes():
                 if self._stop.is_set():
-                    raise Stopped
+                    raise DownloadStopped
                 partial.write(piece)
                 self._report(len(piece))
             partial.flush()
@@ -164,7 +164,7 @@ class Download:
 
 def _raise_first(futures: Sequence[Future[None]]) -> None:
     errors = [error for future in futures if (error := future.exception()) is not None]
-    for error in sorted(errors, key=lambda error: isinstance(error, Stopped)):
+    for error in sorted(errors, key=lambda error: isinstance(error, DownloadStopped)):
         raise error
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tandem.kernels.ops import Tally
+from tandem.kernels.ops import ExpertCounts
 
 
-def count_choices(tally: Tally, ids: Tensor) -> None:
+def count_choices(tally: ExpertCounts, ids: Tensor) -> None:
     """ids [T, k] of routed experts. Nothing here waits for a GPU."""
     flat, kind = ids.flatten().long(), tally.tokens.dtype
     counts = torch.ones_like(flat, dtype=kind)

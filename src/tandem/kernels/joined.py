@@ -39,7 +39,7 @@ class AfterNorm(Protocol):
 
 
 @runtime_checkable
-class Beginning(Protocol):
+class EarlyDense(Protocol):
     """A dense feed-forward block that can begin beside a router's choice."""
 
     def begin(self, x: Tensor) -> Callable[[], Tensor]:

@@ -59,7 +59,7 @@ class Routing(NamedTuple):
     slots: Tensor | None = None
 
 
-class Tally(NamedTuple):
+class ExpertCounts(NamedTuple):
     """Where `Ops.route` counts one layer's choices, E experts; `experts/usage/expert_usage.py` owns it and reads it."""
 
     tokens: Tensor  # int64 [E], on a GPU int32: += rows that chose the expert

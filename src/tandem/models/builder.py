@@ -18,7 +18,7 @@ from tandem.experts.feed import LayerMatrices, packable
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.cut import arranged, form_of, numbers, stacked, together, weight_bytes
-from tandem.kernels.ops import MLP, ExpertBiases, Linear, Ops, RopeTables, Tally
+from tandem.kernels.ops import MLP, ExpertBiases, ExpertCounts, Linear, Ops, RopeTables
 from tandem.kernels.packed.cache import PackedCache
 from tandem.mechanisms.dense.shape import Dense
 from tandem.mechanisms.experts import shape as shapes
@@ -216,7 +216,7 @@ class Builder:
             self._usage.weigh(index, experts.expert_bytes)
         return experts
 
-    def tally(self, layer: int) -> Tally | None:
+    def tally(self, layer: int) -> ExpertCounts | None:
         """Where decoder layer `layer` counts who was chosen; a draft layer does not."""
         if self._usage is None or drafts(self.config, layer):
             return None

@@ -15,7 +15,7 @@ from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder
 from tandem.models.layers import DecoderLayer, decoder_layer
 from tandem.models.operator import SeesBlocks
-from tandem.models.passing import Pass, States
+from tandem.models.passing import ForwardState, States
 from tandem.models.residual import settle, summed_up, widened
 
 Embedding = Callable[[Tensor], Tensor]
@@ -51,7 +51,7 @@ class DraftBlock:
         at, ids = self._rows(batch)
         if not len(ids):
             return ids, torch.empty(ids.shape)
-        p = Pass(batch, widened(embedding(ids.flatten()).to(self._dtype), self._hyper))
+        p = ForwardState(batch, widened(embedding(ids.flatten()).to(self._dtype), self._hyper))
         for layer, ring in zip(self.layers, rings, strict=True):
             self._through(layer, p, at, ring)
         settle(p)
@@ -59,7 +59,7 @@ class DraftBlock:
         logits = head(self._ops.rms_norm(x, self._norm, self.eps), torch.float32)
         return self._pairs(ids[:, 0], logits.view(*ids.shape, -1), x.view(*ids.shape, -1))
 
-    def keep(self, layer: int, p: Pass, memory: Tensor) -> None:
+    def keep(self, layer: int, p: ForwardState, memory: Tensor) -> None:
         """Keeps the streams that a layer has left: whole once the next block has begun, or the streams have ended."""
         if layer in self.block.reads:
             means, at = p.residual.mean(1), self.block.reads.index(layer)
@@ -82,7 +82,7 @@ class DraftBlock:
         ids[:, 0] = batch.input_ids[logits_rows]
         return BlockRows(positions.flatten(), rows.slots[rows.sequence[logits_rows]], last), ids
 
-    def _through(self, layer: DecoderLayer, p: Pass, at: BlockRows, ring: Tensor) -> None:
+    def _through(self, layer: DecoderLayer, p: ForwardState, at: BlockRows, ring: Tensor) -> None:
         first, *others = layer.blocks
         p.pending = first.leave(_attention(layer).block(first.enter(p), at, ring))
         for block in others:

@@ -17,7 +17,7 @@ from tandem.kernels.step_rows import step_rows
 from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder
 from tandem.models.layers import decoder_layer
-from tandem.models.passing import Pass, States
+from tandem.models.passing import ForwardState, States
 from tandem.models.residual import OneStream, Residual, norm_channels, summed_up
 from tandem.planner.choices.speculation import DRAFT_ALGORITHMS, why_one_token
 from tandem.spec.drafts import window_of
@@ -53,7 +53,7 @@ class DraftLayer:
     ) -> tuple[Tensor, Tensor]:
         """embedded [T, hidden]: of the tokens; hidden [T, n]: `hidden_rows` before them. states: the layer's own.
         Of batch.logits_rows, what its own norm makes, [R, hidden], and what stands for hidden rows, [R, n]."""
-        p, first = Pass(batch, self.join(embedded, hidden)), 0
+        p, first = ForwardState(batch, self.join(embedded, hidden)), 0
         for block in self.layer.blocks:
             last = first + len(block.states)
             if not block.states:  # nobody asks for other rows any more
@@ -68,7 +68,7 @@ class DraftLayer:
         x = self.ending.enter(p, self.last_norm, self.eps)
         return x, hidden_rows(p, x)
 
-    def keep(self, hidden: Tensor, p: Pass, memory: Tensor) -> None:
+    def keep(self, hidden: Tensor, p: ForwardState, memory: Tensor) -> None:
         """Hidden rows of a pass, where the layer finds them later."""
         if self._in_slots:
             p.rows.keep(memory, hidden)
@@ -143,7 +143,7 @@ class _Norms:
         return self._ops.rms_norm(embedded, token, self._eps), self._ops.rms_norm(hidden, state, self._eps)
 
 
-def hidden_rows(p: Pass, x: Tensor) -> Tensor:
+def hidden_rows(p: ForwardState, x: Tensor) -> Tensor:
     """Rows that a draft layer takes of a pass that has ended: its normed rows x, or all its streams, one behind the
     other."""
     return x if p.residual.dim() == 2 else p.residual.flatten(1)

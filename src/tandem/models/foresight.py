@@ -15,11 +15,11 @@ from torch import Tensor
 from tandem.kernels.ops import SureRead
 from tandem.models.layers import BuiltBlock, DecoderLayer
 from tandem.models.operator import Operator, Routed
-from tandem.models.passing import Pass, States
+from tandem.models.passing import ForwardState, States
 
 
 @dataclass(frozen=True, slots=True)
-class Foreseeing:
+class PredictingExperts:
     """A layer's experts, which ask the next layer's router while others compute."""
 
     block: Routed
@@ -29,12 +29,12 @@ class Foreseeing:
     def reads(self) -> list[SureRead]:
         return self.block.reads()
 
-    def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
+    def __call__(self, x: Tensor, p: ForwardState, states: States) -> Tensor:
         if not self.router.experts.takes_hints(len(x)):
             return self.block(x, p, states)
         return self.block(x, p, states, lambda: self._foresee(p))
 
-    def _foresee(self, p: Pass) -> None:
+    def _foresee(self, p: ForwardState) -> None:
         self.router.foresee(self.later.peek(p), p)
 
 
@@ -51,5 +51,5 @@ def _operator(operator: Operator, following: DecoderLayer | None) -> Operator:
         return operator
     for block in following.blocks:
         if isinstance(block.operator, Routed):
-            return Foreseeing(operator, block, block.operator)
+            return PredictingExperts(operator, block, block.operator)
     return operator

@@ -13,7 +13,7 @@ from tandem.kernels.ops import SureRead
 from tandem.kernels.ranks.group import Group
 from tandem.models.builder import Builder
 from tandem.models.operator import Operator, Routed, TakesStreams, operator_of
-from tandem.models.passing import Pass
+from tandem.models.passing import ForwardState
 from tandem.models.residual import Residual, norm_channels, residual_of, scale_of
 from tandem.planner.ranks.cut import divided
 from tandem.spec.model_config import layer_of
@@ -31,17 +31,17 @@ class BuiltBlock:
     states: tuple[State, ...]  # what the operator keeps of a sequence
     residual: Residual
     post: Callable[[Tensor], Tensor] | None = None  # of the operator's result: ranks' sum, a norm
-    first: AfterNorm | None = None  # what a router takes may be normed with its product (`Pass.product`)
+    first: AfterNorm | None = None  # what a router takes may be normed with its product (`ForwardState.product`)
 
     def leave(self, y: Tensor) -> Tensor:
         """Summand for the stream, from the operator's result."""
         return y if self.post is None else self.post(y)
 
-    def enter(self, p: Pass) -> Tensor:
+    def enter(self, p: ForwardState) -> Tensor:
         """Adds what is pending to the stream; the normed rows that the operator takes."""
         return self.residual.enter(p, self.norm, self.eps, self.first)
 
-    def peek(self, p: Pass) -> Tensor:
+    def peek(self, p: ForwardState) -> Tensor:
         """About what `enter` will give, before the stream is complete."""
         return self.residual.peek(p.residual, self.norm, self.eps)
 

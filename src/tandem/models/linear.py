@@ -32,7 +32,7 @@ class SideBySide:
         return out
 
 
-class Gathered:
+class GatheredLinear:
     """`Linear` of which every rank has some outputs."""
 
     def __init__(self, own: Linear, group: Group, outputs: int) -> None:
@@ -46,6 +46,6 @@ class Gathered:
 
 def sure_reads(*matrices: Linear) -> list[SureRead]:
     """Matrices that every step multiplies by, in order."""
-    own = (m.own if isinstance(m, Gathered) else m for m in matrices)
+    own = (m.own if isinstance(m, GatheredLinear) else m for m in matrices)
     parts = (m.parts if isinstance(m, SideBySide) else (m,) for m in own)
     return [SureRead(part) for several in parts for part in several]

@@ -17,9 +17,9 @@ from tandem.models.draft_block import DraftBlock
 from tandem.models.draft_layer import DraftLayer, head_name, hidden_rows
 from tandem.models.foresight import operators
 from tandem.models.layers import DecoderLayer, decoder_layer
-from tandem.models.linear import Gathered, sure_reads
+from tandem.models.linear import GatheredLinear, sure_reads
 from tandem.models.operator import Routed
-from tandem.models.passing import Pass, States
+from tandem.models.passing import ForwardState, States
 from tandem.models.residual import OneStream, Residual, end_of, norm_channels, settle, widened
 from tandem.models.vision.tower import tower_of
 from tandem.spec.model_config import ModelConfig, head_rows
@@ -34,7 +34,7 @@ UNIT_EPS = 1e-7  # beside the length of a head's column
 class Model:
     """A decoder. Holds packed weights; what it keeps of sequences is the caller's, as `ModelConfig.state_layout` says.
 
-    `forward` is begin, every layer in turn, end. A caller may pause between them: a `Pass` holds all there is.
+    `forward` is begin, every layer in turn, end. A caller may pause between them: a `ForwardState` holds all there is.
     """
 
     def __init__(self, b: Builder) -> None:
@@ -75,7 +75,7 @@ class Model:
         all_rows = rows == len(batch.logits_rows) and batch.seen is None
         if all_rows and self._worth_recording(rows):
             x = self._recorded_layers(embedded, batch, states)
-            return self._logits(x, Pass(batch, x), states)
+            return self._logits(x, ForwardState(batch, x), states)
         return self.logits(self._through(embedded, batch, states), states)
 
     def draft(self, hidden: Tensor | None, batch: ForwardBatch, states: States) -> tuple[Tensor, Tensor]:
@@ -94,7 +94,7 @@ class Model:
         x, hidden = self.drafter(self.embedding(batch.input_ids), hidden, batch, states[first:-1])
         return self.drafter.draft_tokens(x, self.head), hidden
 
-    def _logits_rows(self, x: Tensor, p: Pass, states: States) -> Tensor:
+    def _logits_rows(self, x: Tensor, p: ForwardState, states: States) -> Tensor:
         """The rows whose logits are wanted. Where a draft layer follows, x has all rows, and it can read them later."""
         if self.drafter is None:
             return x
@@ -105,9 +105,9 @@ class Model:
         rows = p.batch.logits_rows
         return x if len(rows) == len(x) else x[rows]
 
-    def begin(self, batch: ForwardBatch) -> Pass:
+    def begin(self, batch: ForwardBatch) -> ForwardState:
         """A pass over T new tokens, before the first layer."""
-        return Pass(batch, widened(self._embedded(batch), self._streams))
+        return ForwardState(batch, widened(self._embedded(batch), self._streams))
 
     def _embedded(self, batch: ForwardBatch) -> Tensor:
         """[T, hidden] before the first layer; rows of images have what was seen there."""
@@ -124,7 +124,7 @@ class Model:
             for table in (rope.cos, rope.sin):
                 table[rows] = table.gather(0, places)
 
-    def layer(self, p: Pass, index: int, states: States) -> None:
+    def layer(self, p: ForwardState, index: int, states: States) -> None:
         """Takes a pass through layer `index`; the caller has taken it through all before."""
         first_block, first_state = self._spans[index]
         for i, block in enumerate(self.layers[index].blocks, first_block):
@@ -139,7 +139,7 @@ class Model:
             assert p.beside is None, "a layer whose result is not whole yet"
             p.residual.index_add_(0, p.batch.seen.rows, p.batch.seen.features[:, index + 1].to(self.dtype))
 
-    def end(self, p: Pass) -> Tensor:
+    def end(self, p: ForwardState) -> Tensor:
         """The normed rows whose logits are wanted, [R, hidden]; all where a draft layer wants them."""
         assert p.pending is not None or p.batch.seen is not None, "no layer has run"
         rows = p.batch.logits_rows
@@ -152,19 +152,19 @@ class Model:
         """Layers."""
         return len(self.layers)
 
-    def logits(self, p: Pass, states: States) -> Tensor:
+    def logits(self, p: ForwardState, states: States) -> Tensor:
         """Logits as `forward` returns them, of a pass that has run through all layers."""
         return self._logits(self.end(p), p, states)
 
-    def _logits(self, x: Tensor, p: Pass, states: States) -> Tensor:
+    def _logits(self, x: Tensor, p: ForwardState, states: States) -> Tensor:
         return finished(self.head(self._logits_rows(x, p, states), torch.float32), self.config)
 
     def _layers(self, embedded: Tensor, batch: ForwardBatch, states: States) -> Tensor:
         """From the embedded tokens, which it changes, to the normed rows whose logits are wanted."""
         return self.end(self._through(embedded, batch, states))
 
-    def _through(self, embedded: Tensor, batch: ForwardBatch, states: States) -> Pass:
-        p = Pass(batch, widened(embedded, self._streams))
+    def _through(self, embedded: Tensor, batch: ForwardBatch, states: States) -> ForwardState:
+        p = ForwardState(batch, widened(embedded, self._streams))
         for index in range(len(self.layers)):
             self.layer(p, index, states)
         return p
@@ -232,7 +232,7 @@ def names_of(b: Builder) -> Names:
 
 def head_of(b: Builder) -> Linear:
     own = b.linear([head_name(b)], [head_rows(b.config)], b.config.hidden)
-    return own if b.ops.group is None else Gathered(own, b.ops.group, b.config.vocab)
+    return own if b.ops.group is None else GatheredLinear(own, b.ops.group, b.config.vocab)
 
 
 def final_norm_of(b: Builder) -> Tensor:

@@ -15,7 +15,7 @@ from tandem.kernels.ops import SureRead
 from tandem.kernels.step_rows import BlockRows, StepRows
 from tandem.mechanisms.slices import part_of
 from tandem.models.builder import Builder
-from tandem.models.passing import Pass, States
+from tandem.models.passing import ForwardState, States
 from tandem.models.residual import Residual
 from tandem.spec.layers import Body
 
@@ -27,7 +27,7 @@ class Operator(Protocol):
         """Weights in the order in which a call reads them."""
         ...
 
-    def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
+    def __call__(self, x: Tensor, p: ForwardState, states: States) -> Tensor:
         """x [T, hidden], normed -> [T, hidden], which the caller adds to the stream. Writes into `states`."""
         ...
 
@@ -46,12 +46,12 @@ class Routed(ABC):
 
     @abstractmethod
     def __call__(
-        self, x: Tensor, p: Pass, states: States, host_work: Callable[[], None] | None = None
+        self, x: Tensor, p: ForwardState, states: States, host_work: Callable[[], None] | None = None
     ) -> Tensor:
         """As an `Operator`'s. host_work: called while others compute."""
 
     @abstractmethod
-    def foresee(self, x: Tensor, p: Pass) -> None:
+    def foresee(self, x: Tensor, p: ForwardState) -> None:
         """x: about what the next call will be given. Tells the experts who would be chosen; nobody is counted."""
 
 
@@ -67,7 +67,7 @@ class TakesStreams(ABC):
         """As an `Operator`'s."""
 
     @abstractmethod
-    def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
+    def __call__(self, x: Tensor, p: ForwardState, states: States) -> Tensor:
         """x [T, n, hidden] -> what each stream is given, of the same shape."""
 
 

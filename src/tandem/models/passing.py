@@ -1,4 +1,4 @@
-"""`Pass`: one batch on its way through the layers. It may pause between any two of them."""
+"""`ForwardState`: one batch on its way through the layers. It may pause between any two of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tandem.kernels.ops import Addend, Linear, Tally
+from tandem.kernels.ops import Addend, ExpertCounts, Linear
 from tandem.kernels.selected_keys import SelectedKeys
 from tandem.kernels.step_rows import StepRows, step_rows
 from tandem.models.batch import ForwardBatch
@@ -34,7 +34,7 @@ class Mix(Protocol):
 
 
 @dataclass(slots=True)
-class Pass:
+class ForwardState:
     """residual [T, hidden], or [T, n, hidden] of n streams: without what the last block computed; pending [T, hidden]:
     that, None at the start; mix: how it returns to several streams; beside: what is still to be added to it.
 
@@ -49,7 +49,7 @@ class Pass:
     mix: Mix | None = None
     beside: Addend | None = None
     links: dict[int, SelectedKeys | None] = field(default_factory=dict)
-    tallies: Sequence[Tally] | None = None
+    tallies: Sequence[ExpertCounts] | None = None
     indices: StepRows | None = None
     begun: tuple[object, Tensor] | None = None  # a block's first product, made with the norm before it
 
@@ -58,16 +58,16 @@ class Pass:
         begun, self.begun = self.begun, None
         return begun[1] if begun is not None and begun[0] is matrix else matrix(x)
 
-    def of(self, rows: Tensor) -> Pass:
+    def of(self, rows: Tensor) -> ForwardState:
         """The same pass for some of its rows, or for all of them."""
         if len(rows) == len(self.residual):
             return self
         pending = None if self.pending is None else self.pending[rows]
         mix = None if self.mix is None else self.mix.of(rows)
         addend = None if self.beside is None else self.beside.of(rows)
-        return Pass(self.batch, self.residual[rows], pending, mix, addend)
+        return ForwardState(self.batch, self.residual[rows], pending, mix, addend)
 
-    def first(self, batch: ForwardBatch) -> Pass:
+    def first(self, batch: ForwardBatch) -> ForwardState:
         """The same pass for its first rows, which are this batch's. Where no layer reads another's choice."""
         shorter = self.of(torch.arange(len(batch.input_ids), device=self.residual.device))
         shorter.batch, shorter.tallies = batch, self.tallies

@@ -12,7 +12,7 @@ from tandem.kernels.joined import AfterNorm, Sum
 from tandem.kernels.ops import Ops
 from tandem.mechanisms.slices import part_of
 from tandem.models.builder import Builder
-from tandem.models.passing import Pass
+from tandem.models.passing import ForwardState
 from tandem.spec.layers import ResidualStreams
 from tandem.spec.model_config import layer_of
 
@@ -20,9 +20,9 @@ from tandem.spec.model_config import layer_of
 class Residual(Protocol):
     """Residual of a block, or of what follows the last one. norm: the weight of the norm behind it, with `eps`."""
 
-    def enter(self, p: Pass, norm: Tensor, eps: float, first: AfterNorm | None = None) -> Tensor:
+    def enter(self, p: ForwardState, norm: Tensor, eps: float, first: AfterNorm | None = None) -> Tensor:
         """Adds what is pending to the stream; the normed rows [T, hidden] that a block takes. first: what they are
-        multiplied with, perhaps at once (`Pass.begun`)."""
+        multiplied with, perhaps at once (`ForwardState.begun`)."""
         ...
 
     def peek(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
@@ -45,7 +45,7 @@ class OneStream:
     ops: Ops
     scale: Tensor | None = None
 
-    def enter(self, p: Pass, norm: Tensor, eps: float, first: AfterNorm | None = None) -> Tensor:
+    def enter(self, p: ForwardState, norm: Tensor, eps: float, first: AfterNorm | None = None) -> Tensor:
         if self.scale is not None:
             settle(p)
             p.residual.mul_(self.scale)
@@ -63,7 +63,7 @@ class OneStream:
         return self.ops.rms_norm(residual if self.scale is None else residual * self.scale, norm, eps)
 
 
-def settle(p: Pass) -> None:
+def settle(p: ForwardState) -> None:
     """Adds the pending summand to the stream."""
     if p.pending is None:
         return

@@ -15,7 +15,7 @@ from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder
 from tandem.models.foresight import operators
 from tandem.models.model import Model
-from tandem.models.passing import Pass, States
+from tandem.models.passing import ForwardState, States
 
 Carry = Callable[[Tensor], Tensor]
 """A tensor of one stage → the same where the next one reads it."""
@@ -53,7 +53,7 @@ class StagedBuilder(Builder):
 
 
 @dataclass(slots=True)
-class StagedPass(Pass):
+class StagedPass(ForwardState):
     """A pass that is where stage number `stage` is."""
 
     stage: int = 0
@@ -93,11 +93,11 @@ class StagedModel(Model):
             batch = on_device(batch, first.device)
             return StagedPass(batch, self._embedded(batch))
 
-    def layer(self, p: Pass, index: int, states: States) -> None:
+    def layer(self, p: ForwardState, index: int, states: States) -> None:
         with self._at(p, stage_of(self.stages, index)).current():
             super().layer(p, index, states)
 
-    def logits(self, p: Pass, states: States) -> Tensor:
+    def logits(self, p: ForwardState, states: States) -> Tensor:
         with self._at(p, len(self.stages) - 1).current():
             return super().logits(p, states)
 
@@ -107,7 +107,7 @@ class StagedModel(Model):
         for index in range(stage.first, stage.end):
             self.layer(p, index, states)
 
-    def _at(self, p: Pass, number: int) -> Stage:
+    def _at(self, p: ForwardState, number: int) -> Stage:
         """The stage, where the pass is from now on."""
         assert isinstance(p, StagedPass)
         stage = self.stages[number]

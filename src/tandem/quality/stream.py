@@ -17,7 +17,7 @@ from tandem.engine.state.arrays import allocate
 from tandem.engine.step.batch import SequenceRows, host_batch, moved
 from tandem.errors import ConfigError
 from tandem.experts import RoutedExperts
-from tandem.experts.deferral import Deferral, Due, LateExperts, who_defers
+from tandem.experts.deferral import Deferral, DeferredExperts, DeferredSum, who_defers
 from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import ExpertBiases, Linear, Ops
@@ -30,7 +30,7 @@ from tandem.models.builder import Builder
 from tandem.models.layers import DecoderLayer, decoder_layer
 from tandem.models.model import embedding_of, final_norm_of, head_of, names_of
 from tandem.models.names import expert_biases
-from tandem.models.passing import Arrays, Pass
+from tandem.models.passing import Arrays, ForwardState
 from tandem.models.residual import Residual, end_of, settle, widened
 from tandem.planner.choices.cached import cached_as
 from tandem.planner.choices.deferral import NEVER_LATE
@@ -160,7 +160,7 @@ class LayerStream:
         self._states = self._new_states(longest)
         self._batches = [self._batch(window) for window in windows.ids]
         self._links: list[dict[int, SelectedKeys | None]] = [{} for _ in self._batches]
-        self._due = Due()
+        self._due = DeferredSum()
         self.hidden = self._embedded()
         self.owed = self.hidden.new_zeros(len(self.hidden), self.config.hidden) if variant.late else None
 
@@ -169,7 +169,7 @@ class LayerStream:
         decoder = decoder_layer(self._builder, index, names_of(self._builder))
         self._builder.layer_done(index)
         if decoder.moe is not None and self.variant.late:
-            decoder.moe.experts = LateExperts(decoder.moe.experts, self._deferral(index), self._due)
+            decoder.moe.experts = DeferredExperts(decoder.moe.experts, self._deferral(index), self._due)
         return decoder
 
     def _deferral(self, index: int) -> Deferral | None:
@@ -196,7 +196,7 @@ class LayerStream:
         owed: likewise what is late; None: nothing was before this layer, and what is after it nobody gets."""
         with torch.inference_mode():
             for span, batch, links in zip(self.windows.spans, self._batches, self._links, strict=True):
-                p = Pass(batch, hidden[span].to(self.device), links=links)
+                p = ForwardState(batch, hidden[span].to(self.device), links=links)
                 self._due.sum = None if owed is None else owed[span].to(self.device)
                 self._advance(layer, p)
                 hidden[span] = p.residual.cpu()
@@ -211,7 +211,7 @@ class LayerStream:
         """How the stream ends, and the weight of the norm behind it."""
         return end_of(self._builder, names_of(self._builder)), final_norm_of(self._builder)
 
-    def _advance(self, layer: DecoderLayer, p: Pass) -> None:
+    def _advance(self, layer: DecoderLayer, p: ForwardState) -> None:
         if self._gpu is not None:
             self._gpu.ops.begin_step(p.batch, False)
         for block in layer.blocks:

@@ -30,7 +30,7 @@ from tandem.server.limits import MAX_PROMPTS
 from tandem.server.logprobs import sglang_logprobs, sglang_top_logprobs
 from tandem.server.openai_sampling import dry_breakers, logit_bias, new_id, stop_strings
 from tandem.server.sampling_bodies import sent_parameters
-from tandem.server.sglang_images import Shown, with_images
+from tandem.server.sglang_images import PromptWithImages, with_images
 from tandem.server.sglang_schema import FinishReason, MetaInfo, SglangAnswer, SglangRequest, SglangSampling
 from tandem.server.state import ServerState
 
@@ -44,7 +44,7 @@ class _SglangPrompts:
     """One prompt of the batch and what it asks for."""
 
     request: GenerateRequest
-    shown: Shown  # keeps the pixels of its images
+    shown: PromptWithImages  # keeps the pixels of its images
     logprobs: bool
     start: int  # first prompt token whose log-probability is reported; -1: none
     top: int

@@ -16,7 +16,7 @@ from tandem.server.sglang_schema import SglangRequest
 from tandem.server.state import ServerState
 
 
-class Shown(NamedTuple):
+class PromptWithImages(NamedTuple):
     """A prompt with the rows of its images. seen: keeps their pixels."""
 
     ids: list[int]
@@ -26,10 +26,10 @@ class Shown(NamedTuple):
 
 async def with_images(
     state: ServerState, body: SglangRequest, prompts: Sequence[list[int]], batched: bool
-) -> list[Shown]:
+) -> list[PromptWithImages]:
     """Raises RequestError, ApiError 400 and 429, EngineError."""
     if not body.image_data:
-        return [Shown(ids) for ids in prompts]
+        return [PromptWithImages(ids) for ids in prompts]
     if state.images is None:
         raise not_available("image_data")
     listed = _listed(body.image_data, len(prompts), batched)
@@ -77,6 +77,8 @@ def _parts(state: ServerState, ids: list[int], images: list[str], wheres: list[s
     ]
 
 
-def _shown(reader: ImageReader, ids: list[int], images: Sequence[PreparedImage]) -> Shown:
+def _shown(reader: ImageReader, ids: list[int], images: Sequence[PreparedImage]) -> PromptWithImages:
     ids, firsts = with_rows(ids, reader.placeholder, [one.rows for one in images])
-    return Shown(ids, tuple(one.span(first) for one, first in zip(images, firsts, strict=True)), tuple(images))
+    return PromptWithImages(
+        ids, tuple(one.span(first) for one, first in zip(images, firsts, strict=True)), tuple(images)
+    )

@@ -11,7 +11,7 @@ import pytest
 from chat_terminal import CTRL_C, CTRL_D, kt_chat
 from fake_chat_server import fake_chat_server
 from tandem.cli.chat import _url
-from tandem.cli.chat_client import ChatClient, ChatError, Thought
+from tandem.cli.chat_client import ChatClient, ChatError, ReasoningText
 
 
 def test_conversation_with_history_and_commands() -> None:
@@ -189,7 +189,7 @@ def test_reasoning_is_shown_and_not_sent_again() -> None:
     with fake_chat_server(thoughts=2, words=1) as server:
         client = ChatClient(f"http://127.0.0.1:{server.port}")
         pieces = list(client.ask("hi"))
-        assert [(str(piece), isinstance(piece, Thought)) for piece in pieces] == [
+        assert [(str(piece), isinstance(piece, ReasoningText)) for piece in pieces] == [
             ("hm ", True), ("hm ", True), ("m1", False),
         ]  # fmt: skip
         assert client.history[-1] == {"role": "assistant", "content": "m1"}

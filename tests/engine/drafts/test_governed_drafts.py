@@ -14,8 +14,8 @@ from covering import pairwise
 from governed_grid import Text
 from tandem.engine.sequence import Chunk
 from tandem.engine.speculation.draft import LAYER_KINDS, Draft
-from tandem.engine.speculation.draft_length import PROBE_EVERY, Chances, Governor
-from tandem.engine.speculation.dry_run_drafts import SHADOW_EVERY, Shadows
+from tandem.engine.speculation.draft_length import PROBE_EVERY, Chances, DraftLengthController
+from tandem.engine.speculation.dry_run_drafts import SHADOW_EVERY, DryRunDrafts
 from tandem.engine.speculation.speculation import Speculation
 from tandem.engine.speculation.step_times import StepTimes
 
@@ -47,7 +47,7 @@ class World:
             self, "made up", MOST, governed=governed, clock=lambda: self.now
         )
 
-    # what `Drafter` and `Drawing` do
+    # what `Drafter` and `BatchDrafter` do
 
     def propose(self, sequence: Text, most: int) -> Draft:
         return Draft((), tuple(range(LAYER_KINDS, LAYER_KINDS + most)))
@@ -159,7 +159,7 @@ def test_half_right_guesses_gain_where_they_can_and_never_cost(times: Times, acc
 
 def test_a_drawing_is_compared_with_all_that_comes_before_the_next() -> None:
     """Guesses that are right so far would be forgotten otherwise, and only wrong ones counted."""
-    shadows, right, wrong = Shadows(), Text(tokens=[0, 0]), Text(tokens=[0, 0])
+    shadows, right, wrong = DryRunDrafts(), Text(tokens=[0, 0]), Text(tokens=[0, 0])
     draft = Draft((1, 1), (LAYER_KINDS, LAYER_KINDS + 1))
     shadows.cast({right: draft, wrong: draft}, 0.0)
     right.tokens.append(1)
@@ -206,7 +206,7 @@ def test_it_sees_that_rows_have_become_cheap() -> None:
 
 def test_a_trial_that_no_number_of_guesses_deserves_ends_at_once() -> None:
     """And the next one comes later; else each step would work out the same again."""
-    governor = Governor(StepTimes())
+    governor = DraftLengthController(StepTimes())
     governor.times.observe(1, 0, 0.01)
     governor._fastest = lambda *_, **__: 0
     governor._without = PROBE_EVERY

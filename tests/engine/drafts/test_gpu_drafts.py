@@ -14,7 +14,7 @@ from fake_model import check_pages, request, run, token_ids
 from gpu import needs_cuda
 from kernel_cases import INVARIANT_TIER
 from tandem.engine.engine import Engine
-from tandem.engine.speculation.gpu_rollout import GpuChains
+from tandem.engine.speculation.gpu_rollout import GpuRollouts
 from tandem.engine.start.loader import load_parts
 from tandem.engine.start.parts import EngineParts
 from tandem.flags.engine_config import EngineConfig
@@ -81,7 +81,7 @@ def test_it_guesses_what_float32_guesses(made, tmp_path: Path, variant: str, gra
     model = made(variant)
     engine = Engine.from_parts(parts_of(model.path, 0.5, disable_cuda_graph=not graphs))
     chains = engine._speculation._drafter._chain
-    assert isinstance(chains, GpuChains) and bool(chains._recorded) == graphs
+    assert isinstance(chains, GpuRollouts) and bool(chains._recorded) == graphs
     seen = list(chunks_of(engine, *asks()))
     assert len(seen) > 40 and {len(draft_tokens) for _, draft_tokens in seen} >= {2, 3}
     usual = gaps(model, list(chunks_of(on_cpu(model.path, tmp_path), *asks())))

@@ -14,7 +14,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.gpu_runner import GpuRunner
 from tandem.engine.sequence import Sequence
 from tandem.engine.speculation.draft import Draft
-from tandem.engine.speculation.oracle_drafter import Foretold
+from tandem.engine.speculation.oracle_drafter import OracleDrafter
 from tandem.engine.start.loader import load_parts
 from tandem.flags.engine_config import EngineConfig
 
@@ -23,7 +23,7 @@ PROMPTS = [[7, 8, 9, 7, 8], [40] * 20]
 TOKENS = 80
 
 
-class Sometimes(Foretold):
+class Sometimes(OracleDrafter):
     """Says something at every second twelve tokens of an answer."""
 
     def propose(self, sequence: Sequence, most: int) -> Draft | None:

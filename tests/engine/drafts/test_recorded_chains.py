@@ -16,8 +16,8 @@ from draft_models import FAMILIES, PROMPTS, chunks_of, drafted, engine_of
 from fake_model import check_pages, request
 from recorded_chains import CPU, recording
 from tandem.engine.speculation.draft_batch import DraftRows
-from tandem.engine.speculation.gpu_rollout import GpuChains
-from tandem.engine.speculation.rollout_inputs import ChainInputs, ChainShape
+from tandem.engine.speculation.gpu_rollout import GpuRollouts
+from tandem.engine.speculation.rollout_inputs import RolloutInputs, RolloutShape
 from tandem.planner.cuda_graphs import draft_sizes
 from tiny import VARIANTS
 
@@ -70,7 +70,7 @@ def test_without_memory_for_recordings_guesses_are_drawn_alone(glm, tmp_path: Pa
     def full(chains, shape, pool):
         raise torch.OutOfMemoryError("made up")
 
-    monkeypatch.setattr(GpuChains, "_captured", full)
+    monkeypatch.setattr(GpuRollouts, "_captured", full)
     engine = engine_of(glm.path, tmp_path)
     used = recording(engine, (1, 4))
     seen = list(chunks_of(engine, request("a", PROMPTS["a"], max_tokens=9, ignore_eos=True)))
@@ -79,7 +79,7 @@ def test_without_memory_for_recordings_guesses_are_drawn_alone(glm, tmp_path: Pa
 
 
 def test_who_goes_on_no_further_is_a_copy_of_one_that_does() -> None:
-    inputs = ChainInputs(ChainShape(4, 3, 3, 5, 4), CPU)
+    inputs = RolloutInputs(RolloutShape(4, 3, 3, 5, 4), CPU)
 
     class Held:
         num_pages, page_table, slot = 3, torch.tensor([7, 2, 9]).numpy(), 4
@@ -99,7 +99,7 @@ def test_who_goes_on_no_further_is_a_copy_of_one_that_does() -> None:
 
 def test_images_follow_each_other() -> None:
     """Whatever the one before held: rows over the ends of pages, and widths that stay or change."""
-    chance, inputs = random.Random(4), ChainInputs(ChainShape(3, 6, 3, 5, 4), CPU)
+    chance, inputs = random.Random(4), RolloutInputs(RolloutShape(3, 6, 3, 5, 4), CPU)
     for _ in range(200):
         runs, widths = [], chance.choice([[3, 3], [1, 3], [2]])
         for _ in widths:

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from tandem.engine.speculation.confidence import PARTS, Sureness
+from tandem.engine.speculation.confidence import PARTS, ConfidenceCalibration
 from tandem.engine.speculation.draft import LAYER_KINDS, Draft
-from tandem.engine.speculation.draft_length import FixedWidth, Governor
+from tandem.engine.speculation.draft_length import DraftLengthController, FixedDraftLength
 from tandem.engine.speculation.step_times import StepTimes
 
 SIZE = 5
@@ -28,7 +28,7 @@ def measured(slope: float, sequences: int = 1) -> StepTimes:
 
 
 def test_its_word_counts_until_it_was_compared() -> None:
-    known = Sureness()
+    known = ConfidenceCalibration()
     assert known.chances(said(0.9, 0.2), 2) == pytest.approx([0.9, 0.2 * 0.9], abs=1.5 / PARTS)
     assert known.chances(Draft((1, 1), KINDS[:2]), 2) == [1.0, 1.0]
     for _ in range(600):
@@ -37,7 +37,7 @@ def test_its_word_counts_until_it_was_compared() -> None:
 
 
 def test_what_comes_behind_a_wrong_guess_tells_nothing() -> None:
-    known = Sureness()
+    known = ConfidenceCalibration()
     before = known.chances(said(0.2), 1)
     for _ in range(50):
         known.learn(said(0.9, 0.2), [0, 1])
@@ -45,7 +45,7 @@ def test_what_comes_behind_a_wrong_guess_tells_nothing() -> None:
 
 
 def test_a_draft_that_computes_nan_is_not_sure() -> None:
-    nan, governor = float("nan"), Governor(measured(0.3))
+    nan, governor = float("nan"), DraftLengthController(measured(0.3))
     assert governor.shortened([said(nan, 0.9, 0.9)], [3]) == [1]
     governor.learn(object(), said(nan), [1])
 
@@ -54,14 +54,14 @@ def test_a_draft_that_computes_nan_is_not_sure() -> None:
     ((0.95, 0.95, 0.95, 0.95, 0.95), 5), ((0.95, 0.95, 0.05, 0.95, 0.95), 2), ((0.02, 0.9, 0.9, 0.9, 0.9), 1),
 ])  # fmt: skip
 def test_unlikely_guesses_get_no_row_where_rows_are_dear(sure: tuple[float, ...], width: int) -> None:
-    governor = Governor(measured(0.3))
+    governor = DraftLengthController(measured(0.3))
     assert governor.shortened([said(*sure)], [SIZE]) == [width]
-    assert Governor(measured(0.001)).shortened([said(*sure)], [SIZE]) == [SIZE]  # all but free
-    assert FixedWidth().shortened([said(*sure)], [SIZE]) == [SIZE]
+    assert DraftLengthController(measured(0.001)).shortened([said(*sure)], [SIZE]) == [SIZE]  # all but free
+    assert FixedDraftLength().shortened([said(*sure)], [SIZE]) == [SIZE]
 
 
 def test_sequences_share_rows_by_what_is_said_and_nobody_gets_more() -> None:
-    governor = Governor(measured(0.3, 2))
+    governor = DraftLengthController(measured(0.3, 2))
     good, bad = said(*[0.95] * SIZE), said(*[0.05] * SIZE)
     assert governor.shortened([good, bad], [3, 4]) == [3, 0]
     assert governor.shortened([good, None], [3, 0]) == [3, 0]
@@ -71,14 +71,14 @@ def test_sequences_share_rows_by_what_is_said_and_nobody_gets_more() -> None:
 
 def test_trials_keep_their_rows() -> None:
     """Else what they cost would never be known."""
-    governor = Governor(measured(0.3))
+    governor = DraftLengthController(measured(0.3))
     governor._measures = True
     assert governor.shortened([said(0.9, 0.01, 0.01)], [3]) == [3]
 
 
 def gain(says: bool, seed: int = 3, steps: int = 2500) -> float:
     """Text of two sorts in turns, easy and hard; tokens a second. says: whether the draft tells which it is."""
-    drawn, governor, text = random.Random(seed), Governor(StepTimes()), object()
+    drawn, governor, text = random.Random(seed), DraftLengthController(StepTimes()), object()
     tokens, seconds = 0, 0.0
     for step in range(steps):
         chances = [0.95 if drawn.random() < 0.6 else 0.25 for _ in range(SIZE)]

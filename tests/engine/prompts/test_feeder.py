@@ -10,7 +10,7 @@ from time import monotonic, sleep
 
 import pytest
 
-from tandem.engine.step.streams import Feeder
+from tandem.engine.step.streams import LaunchThread
 
 
 class FakePieces:
@@ -41,7 +41,7 @@ def until(condition) -> None:
 
 def test_pieces_are_given_while_it_is_open() -> None:
     entered: list[str] = []
-    feeder = Feeder(lambda: entered.append(threading.current_thread().name))
+    feeder = LaunchThread(lambda: entered.append(threading.current_thread().name))
     pieces = FakePieces(5)
     feeder.start(pieces)
     sleep(0.02)
@@ -54,14 +54,14 @@ def test_pieces_are_given_while_it_is_open() -> None:
 
 
 def test_nobody_waits_for_an_open_door_at_the_end() -> None:
-    feeder, pieces = Feeder(), FakePieces(3)
+    feeder, pieces = LaunchThread(), FakePieces(3)
     feeder.start(pieces)
     feeder.finish()
     assert not pieces.left
 
 
 def test_a_stopped_pass_gives_no_piece_any_more() -> None:
-    feeder, first, second = Feeder(), FakePieces(3), FakePieces(2)
+    feeder, first, second = LaunchThread(), FakePieces(3), FakePieces(2)
     first.room.clear()
     feeder.start(first)
     with feeder.opened():
@@ -75,7 +75,7 @@ def test_a_stopped_pass_gives_no_piece_any_more() -> None:
 
 
 def test_what_a_piece_raises_is_raised_in_the_engines_thread() -> None:
-    feeder, pieces = Feeder(), FakePieces(3, fails=2)
+    feeder, pieces = LaunchThread(), FakePieces(3, fails=2)
     feeder.start(pieces)
     with pytest.raises(RuntimeError, match="a layer failed"):
         feeder.finish()
@@ -103,7 +103,7 @@ feeder.start(Pieces())
 
 def test_a_thread_ends_with_its_feeder() -> None:
     before = set(threading.enumerate())
-    feeder = Feeder()
+    feeder = LaunchThread()
     (thread,) = set(threading.enumerate()) - before
     feeder.start(FakePieces(2))
     feeder.finish()
@@ -114,7 +114,7 @@ def test_a_thread_ends_with_its_feeder() -> None:
 
 
 def test_an_error_of_a_pass_that_is_given_up_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    feeder = Feeder()
+    feeder = LaunchThread()
     feeder.start(FakePieces(3, fails=3))
     with feeder.opened():
         until(lambda: feeder._given is not None and feeder._given.ended.is_set())

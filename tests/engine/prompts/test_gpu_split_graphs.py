@@ -18,8 +18,8 @@ from tandem.spec.gpu_scratch import StagingRing
 if AVAILABLE:
     from tandem.engine.start.gpu_side import begin_step
     from tandem.experts.live.copies import CudaCopies, hold_all
-    from tandem.experts.streaming.copy_stream import CudaBus
-    from tandem.experts.streaming.stream import ExpertStream, Followed, streamed_layer
+    from tandem.experts.streaming.copy_stream import CudaCopyStream
+    from tandem.experts.streaming.stream import ExpertStream, StreamReadings, streamed_layer
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
 VARIANT, ROWS = "qwen3_moe-gpu", 32
@@ -40,8 +40,8 @@ def shared(path: object, on_gpu: float, travelling: float, parts: int = 0) -> tu
     nbytes = max(layer.cpu.bytes_per_expert for layer in layers if layer)
     most = max(layer.places for layer in layers if layer)
     ring = StagingRing(parts or 2 * -(-most // 2), 2, -(-2 * nbytes // 256) * 256)
-    followed = Followed(ask=session.usage.ask)
-    stream = ExpertStream(layers, ring, CudaBus(DEVICE, held), rates(travelling), DEVICE, followed)
+    followed = StreamReadings(ask=session.usage.ask)
+    stream = ExpertStream(layers, ring, CudaCopyStream(DEVICE, held), rates(travelling), DEVICE, followed)
     assert stream.holds_layers == (parts == 0)
     for index, each in enumerate(hybrids):
         each.stream, each.index = stream, index
@@ -87,7 +87,7 @@ def test_logits_are_those_of_the_cpu_whatever_travels(tiny_models, on_gpu: float
 def test_the_same_bits_each_time_and_after_errors(tiny_models, monkeypatch, parts: int) -> None:
     """An error of the CPU or of the bus fails its step alone."""
     session, stream = shared(tiny_models[VARIANT], 0.5, 0.5, parts)
-    stream._followed = Followed()  # so that the same ones travel
+    stream._followed = StreamReadings()  # so that the same ones travel
     right = last_row(session, chunk(0, PROMPT))
     assert all(torch.equal(last_row(session, chunk(0, PROMPT)), right) for _ in range(3))
 

@@ -102,7 +102,7 @@ def test_chunks_that_no_graph_computes() -> None:
 
 
 @dataclass
-class Told:
+class ScriptedSetup:
     """Graphs and start of a pass, in the order of calls."""
 
     calls: list[str] = field(default_factory=list)
@@ -117,7 +117,7 @@ class Told:
 class FakeGraph:
     """What is captured is the calls that were made meanwhile."""
 
-    told: Told
+    told: ScriptedSetup
     failing = False
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class FakeGraph:
 
 def test_a_graph_is_cut_where_the_host_has_something_to_do(monkeypatch) -> None:
     """Graphs of one pool; at each replay the host does its part between them."""
-    told, recorder = Told(), Recorder()
+    told, recorder = ScriptedSetup(), Recorder()
     monkeypatch.setattr(FakeGraph, "told", told, raising=False)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     with recorder.recording():
@@ -158,7 +158,7 @@ def test_a_graph_is_cut_where_the_host_has_something_to_do(monkeypatch) -> None:
 
 
 def test_a_capture_that_fails_at_a_cut_ends_once(monkeypatch) -> None:
-    told, recorder = Told(), Recorder()
+    told, recorder = ScriptedSetup(), Recorder()
     monkeypatch.setattr(FakeGraph, "told", told, raising=False)
     monkeypatch.setattr(FakeGraph, "failing", True)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
@@ -167,12 +167,12 @@ def test_a_capture_that_fails_at_a_cut_ends_once(monkeypatch) -> None:
     assert told.calls == ["begin None"] and recorder.steps == []
 
 
-def task_of(pieces: Replayed, told: Told) -> PrefillTask:
+def task_of(pieces: Replayed, told: ScriptedSetup) -> PrefillTask:
     return PrefillTask(pieces, GpuPlace(cast(Any, told), Streams(CPU, overlap=False), None, HostRows(CPU)))
 
 
 def test_a_pass_gives_its_pieces_in_order_and_has_the_rows_that_were_wanted(monkeypatch) -> None:
-    told = Told()
+    told = ScriptedSetup()
     pieces = [GraphPiece([told.step(f"piece {i}")]) for i in range(3)]
     graph = PromptGraph(ChunkInputs(ROWS, PAGES, CPU), pieces, found(SEQUENCES))
     monkeypatch.setattr(torch.cuda, "Event", Done)
@@ -211,7 +211,7 @@ def test_what_a_graph_reads_stays_where_it_is(monkeypatch) -> None:
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_a_prompt_that_fails_in_a_step_lets_go_of_what_it_held(monkeypatch, error) -> None:
     """What comes after it prepares its own; `LLM` is stopped with Ctrl+C, and asked again."""
-    told, runner = Told(), GpuRunner.__new__(GpuRunner)
+    told, runner = ScriptedSetup(), GpuRunner.__new__(GpuRunner)
     runner._graphs = GraphPool()
     runner._graphs.prefill = graphs(16)
     graph = PromptGraph(ChunkInputs(ROWS, PAGES, CPU), [GraphPiece([told.step("piece")])], found(SEQUENCES))

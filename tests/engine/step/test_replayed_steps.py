@@ -12,7 +12,7 @@ import pytest
 from fake_model import check_pages, fake_logits, greedy_reference, request, run, token_ids
 from replayed_graphs import replayed_engine
 from tandem.engine.engine import Engine
-from tandem.engine.speculation.oracle_drafter import Foretold
+from tandem.engine.speculation.oracle_drafter import OracleDrafter
 from tandem.engine.step.path import Path
 from tandem.planner.choices.speculation import SpeculationPlan
 
@@ -132,7 +132,7 @@ def test_drafts_change_no_answer(monkeypatch, acceptance: float, plain: tuple[in
     answers = {(name, 0): greedy_without_end(PROMPTS[name], count) for name, count in names.items()}
     engine, calls = replayed_engine(
         monkeypatch, plain=plain, sizes=(1, 2, 4, 6, 8), num_pages=200, num_slots=8,
-        speculation=SpeculationPlan("made up", 3, False), drafter=Foretold(answers, acceptance, 64),
+        speculation=SpeculationPlan("made up", 3, False), drafter=OracleDrafter(answers, acceptance, 64),
     )  # fmt: skip
     asks = [request(name, PROMPTS[name], max_tokens=count, ignore_eos=True) for name, count in names.items()]
     got = {name: token_ids(outputs) for (name, _), outputs in run(engine, *asks).items()}

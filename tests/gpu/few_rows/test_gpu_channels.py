@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
-from tandem.mechanisms.channel_delta.torch import ChannelGates, ChannelWeights, TorchChannelFolds
+from tandem.mechanisms.channel_delta.torch import ChannelGates, ChannelWeights, TorchChannelStateUpdates
 from tandem.models.batch import ForwardBatch
-from tandem.models.passing import Pass
+from tandem.models.passing import ForwardState
 
 if AVAILABLE:
-    from tandem.mechanisms.channel_delta.gpu import GpuChannelFolds
+    from tandem.mechanisms.channel_delta.gpu import GpuChannelStateUpdates
 
 pytestmark = [pytest.mark.gpu, needs_triton]
 SLOTS, LENGTH = 4, 75
 SHAPES = [(3, 20)] if INTERPRETED else [(3, 20), (32, 128)]  # heads, channels of each; Kimi-Linear's
 
 
-def step_of(pieces: list[tuple[int, int, int]], single: int = 0, device: torch.device = DEVICE) -> Pass:
+def step_of(pieces: list[tuple[int, int, int]], single: int = 0, device: torch.device = DEVICE) -> ForwardState:
     """(slot, first position, rows) of each sequence."""
     rows = [count for _, _, count in pieces]
     positions = torch.cat([torch.arange(first, first + count) for _, first, count in pieces]).to(device)
@@ -34,7 +34,7 @@ def step_of(pieces: list[tuple[int, int, int]], single: int = 0, device: torch.d
         torch.zeros(len(pieces), 1, device=device).int(), positions[:1],
         torch.tensor([slot for slot, _, _ in pieces]).int().to(device), single,
     )  # fmt: skip
-    return Pass(batch, torch.empty(0))
+    return ForwardState(batch, torch.empty(0))
 
 
 class Case:
@@ -60,7 +60,9 @@ class Case:
         beta = torch.cat([rows(self.beta)] * 2, 1)[:, len(self.weights.decay) :]  # as a split of another array
         gates = ChannelGates(rows(self.forget), beta, rows(self.behind))
         weights = ChannelWeights(*(each.to(DEVICE) for each in self.weights[:3]), *self.weights[3:])
-        found = GpuChannelFolds().corrected(rows(self.mixed), gates, step_of(parts, single), self.memory, weights)
+        found = GpuChannelStateUpdates().corrected(
+            rows(self.mixed), gates, step_of(parts, single), self.memory, weights
+        )
         return list(found.cpu().split([count for _, _, count in parts]))
 
     def check(self, slot: int, found: Tensor) -> None:
@@ -68,7 +70,7 @@ class Case:
         weights = ChannelWeights(*(each.double() for each in self.weights[:3]), *self.weights[3:])
         gates = ChannelGates(*(each[slot, :length].double() for each in (self.forget, self.beta, self.behind)))
         step, memory = step_of([(1, 0, length)], device=torch.device("cpu")), torch.zeros(2, heads, dim, dim).double()
-        wanted = TorchChannelFolds().corrected(self.mixed[slot, :length].double(), gates, step, memory, weights)
+        wanted = TorchChannelStateUpdates().corrected(self.mixed[slot, :length].double(), gates, step, memory, weights)
         error = float((found.double() - wanted).norm() / wanted.norm())
         assert error <= self.tolerance, f"{error:.2e} of {self.tolerance:.2e}"
 

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
-from tandem.mechanisms.recurrence.torch import Taps, TorchFolds, taps_of
+from tandem.mechanisms.recurrence.torch import Taps, TorchStateUpdates, taps_of
 from tandem.models.batch import ForwardBatch
-from tandem.models.passing import Pass
+from tandem.models.passing import ForwardState
 
 if AVAILABLE:
-    from tandem.mechanisms.recurrence.gpu.folds import GpuFolds
+    from tandem.mechanisms.recurrence.gpu.folds import GpuStateUpdates
 
 pytestmark = [pytest.mark.gpu, needs_triton]
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
@@ -26,7 +26,7 @@ SLOTS, TAPS, CHANNELS, GUESSES, LENGTH = 6, 4, 300, 2, 100
 Part = tuple[int, int, int]  # slot, tokens before, new rows
 
 
-def step_of(parts: list[Part], single: int = 0, device: torch.device = DEVICE) -> Pass:
+def step_of(parts: list[Part], single: int = 0, device: torch.device = DEVICE) -> ForwardState:
     def ints(numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int32, device=device)
 
@@ -37,7 +37,7 @@ def step_of(parts: list[Part], single: int = 0, device: torch.device = DEVICE) -
         torch.zeros(len(parts), 1, dtype=torch.int32, device=device), where[:1], ints([slot for slot, _, _ in parts]),
         single,
     )  # fmt: skip
-    return Pass(batch, torch.empty(0))
+    return ForwardState(batch, torch.empty(0))
 
 
 class Case:
@@ -58,7 +58,7 @@ class Case:
         if wrong is not None:
             new[-len(wrong) :] = wrong
         wide = torch.cat([torch.zeros(len(new), 8, dtype=DTYPE), new], 1).to(DEVICE)[:, 8:]
-        folds = GpuFolds()
+        folds = GpuStateUpdates()
         call = folds.gated if self.gated else folds.convolved
         found = call(wide, step_of(parts, single), self.ring, self.there)
         return list(found.cpu().split([count for _, _, count in parts]))
@@ -130,7 +130,7 @@ def test_copies_that_fill_up_a_graph_give_what_the_last_real_row_gives(real: int
 
 def test_the_ring_is_pytorchs() -> None:
     """So that a sequence may go on elsewhere."""
-    case, cpu = Case(False, True), TorchFolds()
+    case, cpu = Case(False, True), TorchStateUpdates()
     ring = torch.zeros(case.ring.shape, dtype=DTYPE)
     for parts in ([(1, 0, 5), (3, 0, 50)], [(1, 5, 1), (3, 50, 1)], [(1, 6, 2), (3, 51, 9)]):
         case.run(parts)

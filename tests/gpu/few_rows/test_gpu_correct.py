@@ -16,12 +16,12 @@ from torch import Tensor
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
 from tandem.mechanisms.recurrence.tokens import RecurrentTokens
 from tandem.models.batch import ForwardBatch
-from tandem.models.passing import Pass
+from tandem.models.passing import ForwardState
 
 if AVAILABLE:
     from tandem.mechanisms.recurrence.gpu import folds as gpu_folds
     from tandem.mechanisms.recurrence.gpu.correct import CHUNK
-    from tandem.mechanisms.recurrence.gpu.folds import GpuFolds
+    from tandem.mechanisms.recurrence.gpu.folds import GpuStateUpdates
 
 pytestmark = [pytest.mark.gpu, needs_triton]
 SLOTS = 5
@@ -60,7 +60,7 @@ def exact(tokens: RecurrentTokens, slot: int) -> tuple[Tensor, Tensor]:
     return torch.stack(rows).cpu(), memory.cpu()
 
 
-def step_of(parts: list[Part], single: int) -> Pass:
+def step_of(parts: list[Part], single: int) -> ForwardState:
     starts = torch.tensor([0, *(new for _, _, new in parts)]).cumsum(0)
     where = torch.cat([torch.arange(before, before + new) for _, before, new in parts]).to(DEVICE)
     batch = ForwardBatch(
@@ -69,7 +69,7 @@ def step_of(parts: list[Part], single: int) -> Pass:
         torch.zeros(len(parts), 1, dtype=torch.int32, device=DEVICE), where[:1],
         torch.tensor([slot for slot, _, _ in parts], dtype=torch.int32, device=DEVICE), single,
     )  # fmt: skip
-    return Pass(batch, torch.empty(0))
+    return ForwardState(batch, torch.empty(0))
 
 
 def run(tokens: RecurrentTokens, parts: list[Part], memory: Tensor, single: int = 0) -> list[Tensor]:
@@ -79,7 +79,7 @@ def run(tokens: RecurrentTokens, parts: list[Part], memory: Tensor, single: int 
         for part in tokens
         if part is not None
     )
-    found = GpuFolds().folded(RecurrentTokens(*rows), step_of(parts, single), memory)
+    found = GpuStateUpdates().folded(RecurrentTokens(*rows), step_of(parts, single), memory)
     return list(found.cpu().split([new for _, _, new in parts]))
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from gpu import DEVICE, needs_triton
-from tandem.mechanisms.recurrence.gpu.folds import GpuFolds
+from tandem.mechanisms.recurrence.gpu.folds import GpuStateUpdates
 from tandem.mechanisms.recurrence.tokens import RecurrentTokens
 from tandem.models.batch import ForwardBatch
-from tandem.models.passing import Pass
+from tandem.models.passing import ForwardState
 
 pytestmark = [pytest.mark.gpu, needs_triton]
 HEADS, GROUPS, KEYS, VALUES = 4, 2, 16, 16
@@ -31,6 +31,8 @@ def test_copies_give_what_the_last_real_row_gives(real: int) -> None:
         return torch.randn(3, *size, device=DEVICE)[torch.arange(3).clamp(max=real - 1)]
 
     tokens = RecurrentTokens(rows(GROUPS, KEYS), rows(GROUPS, KEYS), rows(HEADS, VALUES), -rows(HEADS, 1).abs(), None)
-    out = GpuFolds().folded(tokens, Pass(batch, torch.empty(0)), torch.randn(3, HEADS, KEYS, VALUES, device=DEVICE))
+    out = GpuStateUpdates().folded(
+        tokens, ForwardState(batch, torch.empty(0)), torch.randn(3, HEADS, KEYS, VALUES, device=DEVICE)
+    )
     assert all(out[row].equal(out[real - 1]) for row in range(real, 3))
     assert real == 1 or not out[0].equal(out[1])

@@ -14,11 +14,11 @@ from torch import Tensor
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
 from tandem.mechanisms.recurrence.tokens import RecurrentTokens
 from tandem.models.batch import ForwardBatch
-from tandem.models.passing import Pass
+from tandem.models.passing import ForwardState
 
 if AVAILABLE:
     from tandem.mechanisms.recurrence.gpu import folds as gpu_folds
-    from tandem.mechanisms.recurrence.gpu.folds import GpuFolds
+    from tandem.mechanisms.recurrence.gpu.folds import GpuStateUpdates
     from tandem.mechanisms.recurrence.gpu.scan import CHUNK
 
 pytestmark = [pytest.mark.gpu, needs_triton]
@@ -49,7 +49,7 @@ def exact(tokens: RecurrentTokens, slot: int) -> tuple[Tensor, Tensor]:
     return torch.stack(rows).cpu(), memory.cpu()
 
 
-def step_of(parts: list[Part], single: int) -> Pass:
+def step_of(parts: list[Part], single: int) -> ForwardState:
     starts = torch.tensor([0, *(new for _, _, new in parts)]).cumsum(0)
     where = torch.cat([torch.arange(before, before + new) for _, before, new in parts]).to(DEVICE)
     batch = ForwardBatch(
@@ -58,7 +58,7 @@ def step_of(parts: list[Part], single: int) -> Pass:
         torch.zeros(len(parts), 1, dtype=torch.int32, device=DEVICE), where[:1],
         torch.tensor([slot for slot, _, _ in parts], dtype=torch.int32, device=DEVICE), single,
     )  # fmt: skip
-    return Pass(batch, torch.empty(0))
+    return ForwardState(batch, torch.empty(0))
 
 
 def run(tokens: RecurrentTokens, parts: list[Part], memory: Tensor, single: int = 0) -> list[Tensor]:
@@ -67,7 +67,7 @@ def run(tokens: RecurrentTokens, parts: list[Part], memory: Tensor, single: int 
         torch.cat([part[slot, before : before + new] for slot, before, new in parts]).to(DEVICE)
         for part in tokens[:4]
     )
-    found = GpuFolds().folded(RecurrentTokens(*rows), step_of(parts, single), memory)
+    found = GpuStateUpdates().folded(RecurrentTokens(*rows), step_of(parts, single), memory)
     return list(found.cpu().split([new for _, _, new in parts]))
 
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
-from tandem.mechanisms.state_space.torch import SpaceInputs, SpaceWeights, TorchSpaceFolds
+from tandem.mechanisms.state_space.torch import SpaceInputs, SpaceWeights, TorchSpaceStateUpdates
 from tandem.models.batch import ForwardBatch
-from tandem.models.passing import Pass
+from tandem.models.passing import ForwardState
 
 if AVAILABLE:
-    from tandem.mechanisms.state_space.gpu import GpuSpaceFolds
+    from tandem.mechanisms.state_space.gpu import GpuSpaceStateUpdates
 
 pytestmark = [pytest.mark.gpu, needs_triton]
 SLOTS, LENGTH = 4, 75
@@ -25,7 +25,7 @@ AWKWARD = (6, 2, 12, 21)
 SHAPES = [AWKWARD] if INTERPRETED else [AWKWARD, (64, 8, 128, 64), (128, 1, 128, 64)]  # Nemotron-3-Nano, Granite-4.0-H
 
 
-def step_of(pieces: list[tuple[int, int, int]], single: int = 0, device: torch.device = DEVICE) -> Pass:
+def step_of(pieces: list[tuple[int, int, int]], single: int = 0, device: torch.device = DEVICE) -> ForwardState:
     """(slot, first position, rows) of each sequence."""
     rows = [count for _, _, count in pieces]
     positions = torch.cat([torch.arange(first, first + count) for _, first, count in pieces]).to(device)
@@ -35,7 +35,7 @@ def step_of(pieces: list[tuple[int, int, int]], single: int = 0, device: torch.d
         torch.zeros(len(pieces), 1, device=device).int(), positions[:1],
         torch.tensor([slot for slot, _, _ in pieces]).int().to(device), single,
     )  # fmt: skip
-    return Pass(batch, torch.empty(0))
+    return ForwardState(batch, torch.empty(0))
 
 
 class Case:
@@ -64,14 +64,16 @@ class Case:
             )
         )
         weights = SpaceWeights(*(each.to(DEVICE) for each in self.weights[:4]), *self.weights[4:])
-        found = GpuSpaceFolds().spaced(given, step_of(parts, single), self.memory, weights)
+        found = GpuSpaceStateUpdates().spaced(given, step_of(parts, single), self.memory, weights)
         return list(found.cpu().split([count for _, _, count in parts]))
 
     def check(self, slot: int, found: Tensor) -> None:
         length, memory = len(found), torch.zeros(2, *self.memory.shape[1:], dtype=torch.float64)
         weights = SpaceWeights(*(each.double() for each in self.weights[:4]), *self.weights[4:])
         given = self.given(*(x[slot, :length].double() for x in (self.mixed, self.made)))
-        wanted = TorchSpaceFolds().spaced(given, step_of([(1, 0, length)], device=torch.device("cpu")), memory, weights)
+        wanted = TorchSpaceStateUpdates().spaced(
+            given, step_of([(1, 0, length)], device=torch.device("cpu")), memory, weights
+        )
         error = float((found.double() - wanted).norm() / wanted.norm())
         assert error <= self.tolerance, f"{error:.2e} of {self.tolerance:.2e}"
 

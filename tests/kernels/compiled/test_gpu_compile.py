@@ -25,7 +25,7 @@ from tandem.formats.codes import Weight
 from tandem.formats.reference import stored
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.joined import Sum
-from tandem.kernels.ops import Addend, ExpertBiases, HeadNorms, RopeTables, Routing, Tally
+from tandem.kernels.ops import Addend, ExpertBiases, ExpertCounts, HeadNorms, RopeTables, Routing
 from tandem.kernels.step_rows import step_rows
 from tandem.mechanisms.channel_delta.torch import ChannelGates, ChannelWeights
 from tandem.mechanisms.delta_net.shape import DeltaRule
@@ -45,13 +45,13 @@ from tandem.mechanisms.shared_kv.torch import Projected
 from tandem.mechanisms.shared_kv.weights import PoolWeights, SharedKvWeights
 from tandem.mechanisms.state_space.torch import SpaceInputs, SpaceWeights
 from tandem.mechanisms.streams.shape import Hyper
-from tandem.mechanisms.streams.torch import HyperWeights, Leaving, RowNorm, StreamMix
+from tandem.mechanisms.streams.torch import HyperWeights, RowNorm, StreamMix, StreamResult
 from tandem.mechanisms.token_index.pooled import KeyPoolWeights as IndexPoolWeights
 from tandem.mechanisms.token_index.pooled import PooledKeys
 from tandem.mechanisms.token_index.shape import Index
 from tandem.mechanisms.token_index.torch import IndexWeights
 from tandem.models.batch import ForwardBatch
-from tandem.models.passing import Pass
+from tandem.models.passing import ForwardState
 from tandem.spec.activation import Activation, ActivationKind
 from tandem.spec.norm import Norm
 from tandem.spec.rope import Rope as RopeShape
@@ -74,13 +74,13 @@ if HAS_TRITON and not INTERPRETED:
     from tandem.kernels.gpu.pinned import read_rows
     from tandem.kernels.gpu.prompts import products
     from tandem.kernels.gpu.prompts.order import keyed
-    from tandem.mechanisms.channel_delta.gpu import GpuChannelFolds
+    from tandem.mechanisms.channel_delta.gpu import GpuChannelStateUpdates
     from tandem.mechanisms.delta_net.gpu import prompt
     from tandem.mechanisms.latent.gpu import decode, prompt_kernels
-    from tandem.mechanisms.recurrence.gpu.folds import GpuFolds
+    from tandem.mechanisms.recurrence.gpu.folds import GpuStateUpdates
     from tandem.mechanisms.shared_kv.gpu import attend as shared_attend
     from tandem.mechanisms.shared_kv.gpu import prompt as shared_prompt
-    from tandem.mechanisms.state_space.gpu import GpuSpaceFolds
+    from tandem.mechanisms.state_space.gpu import GpuSpaceStateUpdates
 
 pytestmark = [
     pytest.mark.gpu,
@@ -235,7 +235,7 @@ def test_streams_that_mix(compiler: Compiler, ops: GpuOps) -> None:
     shape, hidden = Hyper(4, 20, 1e-6, 1e-6), 4096
     weights = HyperWeights(ops.linear(torch.zeros(32, 4 * hidden), fmt="f32"), torch.zeros(32), torch.zeros(32))
     for rows in (1, 5, 40):
-        leaving = Leaving(
+        leaving = StreamResult(
             torch.zeros(rows, hidden).bfloat16(), StreamMix(torch.zeros(rows, 4), torch.zeros(rows, 4, 4))
         )
         norm = RowNorm(torch.zeros(hidden).bfloat16(), 1e-6, ops.rms_norm)
@@ -358,7 +358,7 @@ def test_the_small_kernels(compiler: Compiler, ops: GpuOps) -> None:
         ops.rms_norm(x, torch.ones(256).bfloat16(), 1e-6)
         ops.add_rms_norm(x, x.clone(), torch.ones(256).bfloat16(), 1e-6)
         mlp(x)
-        tally = Tally(*torch.zeros(2, 64, dtype=torch.int32), rows=torch.ones(1, dtype=torch.int32))
+        tally = ExpertCounts(*torch.zeros(2, 64, dtype=torch.int32), rows=torch.ones(1, dtype=torch.int32))
         ops.bound(router)(torch.zeros(rows, 64), None, 1, tally)
         ops.rope_store(
             torch.zeros(rows, 40 * 128).bfloat16(), RopeTables(angles.cos(), angles.sin()),
@@ -538,10 +538,10 @@ def test_state_spaces(card: Compiler, ops: GpuOps, model: str) -> None:
         batch = replace(make_batch(spans, tables), single_rows=single)
         rows, shared = len(batch.positions), torch.zeros(len(batch.positions), groups, keys)
         tokens = RecurrentTokens(shared, shared, torch.zeros(rows, heads, width), torch.zeros(rows, heads, 1))
-        step, wide = Pass(batch, torch.empty(0)), torch.zeros(rows, 3 * channels + 8).bfloat16()
-        GpuFolds().folded(tokens, step, memory)
-        GpuFolds().convolved(wide[:, 8:][:, :channels], step, ring, Taps(taps, biased=True))
-        GpuFolds().gated(wide[:, 8:], step, ring, Taps(taps[1:]))
+        step, wide = ForwardState(batch, torch.empty(0)), torch.zeros(rows, 3 * channels + 8).bfloat16()
+        GpuStateUpdates().folded(tokens, step, memory)
+        GpuStateUpdates().convolved(wide[:, 8:][:, :channels], step, ring, Taps(taps, biased=True))
+        GpuStateUpdates().gated(wide[:, 8:], step, ring, Taps(taps[1:]))
     counts = {name: len(variants) for name, variants in card.variants.items()}
     convolutions = dict.fromkeys(("_decode_convolved", "_prompt_convolved", "_prompt_kept"), 2)
     assert counts == {"_fold": 1, "_pairs": 1, "_scan": 1, **convolutions}
@@ -560,8 +560,8 @@ def test_delta_nets_whose_channels_decay_apart(card: Compiler, ops: GpuOps, mode
     for batch in batches():
         rows = len(batch.positions)
         gates, beta = torch.zeros(rows, inner).bfloat16(), torch.zeros(rows, 8 + heads).bfloat16()[:, 8:]
-        mixed, step = torch.zeros(rows, 3 * inner), Pass(batch, torch.empty(0))
-        GpuChannelFolds().corrected(mixed, ChannelGates(gates, beta, gates), step, memory, weights)
+        mixed, step = torch.zeros(rows, 3 * inner), ForwardState(batch, torch.empty(0))
+        GpuChannelStateUpdates().corrected(mixed, ChannelGates(gates, beta, gates), step, memory, weights)
     counts = {name: len(variants) for name, variants in card.variants.items()}
     in_chunks = dict.fromkeys(("within_blocks", "across_blocks", "_solve", "_carry", "_read"), 1)
     assert counts == {"_keyed": 1, "_fold": 1, "_normed": 2, **in_chunks}
@@ -577,7 +577,7 @@ def test_what_stands_around_state_spaces(card: Compiler, ops: GpuOps, model: str
         rows = len(batch.positions)
         made = torch.zeros(rows, inner + 8 + heads).bfloat16()
         given = SpaceInputs(torch.zeros(rows, inner + 2 * groups * keys), made[:, :inner], made[:, inner + 8 :])
-        GpuSpaceFolds().spaced(given, Pass(batch, torch.empty(0)), memory, weights)
+        GpuSpaceStateUpdates().spaced(given, ForwardState(batch, torch.empty(0)), memory, weights)
     counts = {name: len(variants) for name, variants in card.variants.items()}
     assert counts == {"_stepped": 1, "_fold": 1, "_pairs": 1, "_scan": 1, "_left": 2}
 
@@ -645,7 +645,7 @@ def test_pools_of_latents_that_do_not_turn(card: Compiler, ops: GpuOps, heads: i
         ring = torch.zeros(len(spans) + 1, 4, 256).bfloat16()
         cache = PooledKeys(latents, ring, torch.zeros(pages, PAGE // 4, 1, 128).bfloat16())
         q, raw = torch.zeros(rows, heads * 128).bfloat16(), torch.zeros(rows, 256).bfloat16()
-        chosen = index(q, raw, torch.zeros(rows, heads), Pass(batch, torch.empty(0)), cache)
+        chosen = index(q, raw, torch.zeros(rows, heads), ForwardState(batch, torch.empty(0)), cache)
         x = torch.zeros(rows, 64 * 256).bfloat16()
         layer(x, torch.zeros(rows, 512).bfloat16(), batch, latents, chosen)
     counts = {name: len(variants) for name, variants in card.variants.items()}
@@ -668,7 +668,7 @@ def test_chosen_rows_of_grouped_queries(
         rows, (k, v) = len(batch.positions), torch.zeros(2, pages, PAGE, 2, 256).bfloat16()
         ring, keys = torch.zeros(len(spans) + 1, 4, 128).bfloat16(), torch.zeros(pages, PAGE // 4, 1, 128).bfloat16()
         q, raw = torch.zeros(rows, 4 * 128).bfloat16(), torch.zeros(rows, 128).bfloat16()
-        chosen = index(q, raw, Pass(batch, torch.empty(0)), PooledKeys(k, ring, keys))
+        chosen = index(q, raw, ForwardState(batch, torch.empty(0)), PooledKeys(k, ring, keys))
         if chosen is not None:
             index.attend(torch.zeros(rows, heads, 256).bfloat16(), k, v, chosen, 0.1)
     counts = {name: len(variants) for name, variants in card.variants.items()}
@@ -688,7 +688,7 @@ def test_streams_that_pass_gates(card: Compiler, ops: GpuOps, streams: int) -> N
     floats = *torch.ones(2, wide), torch.ones(4, wide)
     ngrams = ops.bound(ngram, NgramWeights(hashes, torch.zeros_like, *floats, mix, 8))
     for batch in batches():
-        rows, step = len(batch.positions), Pass(batch, torch.empty(0))
+        rows, step = len(batch.positions), ForwardState(batch, torch.empty(0))
         x, y = torch.zeros(rows, streams, hidden).bfloat16(), torch.zeros(rows, hidden).bfloat16()
         leaving = ReturningRows(y, Shares(torch.zeros(rows, streams).bfloat16()))
         mix.advanced(x, leaving, torch.ones(wide), 1e-6)

@@ -18,9 +18,9 @@ import torch
 
 import scripted_path  # noqa: F401
 from recorded_chains import CPU, recording
-from scripted_drafts.parts import Told, told_parts
+from scripted_drafts.parts import ScriptedSetup, told_parts
 from scripted_drafts.rows import ScriptedFlags, _config
-from scripted_drafts.turns import Guesses, ScriptedLoad, TimedTurns
+from scripted_drafts.turns import ScriptedDrafts, ScriptedLoad, TimedTurns
 from tandem.bench.architectures import CONFIGS
 from tandem.bench.gaps.made_up import write_folder
 from tandem.engine.engine import Engine
@@ -36,7 +36,7 @@ TOKENS, GUESSES, ACCEPTANCE = 600, 3, 0.9
 Ends = dict[str, list[tuple[float, float]]]
 
 
-def told() -> Told:
+def told() -> ScriptedSetup:
     asked = ScriptedFlags(
         "small-v4", ("MXFP4",), (0.0,), (1,), (ACCEPTANCE,), 0.33, GUESSES, False, (), 1, 64, TOKENS, 1, 1, "auto",
         "bf16", 0.0, "NEXTN",
@@ -87,7 +87,7 @@ def as_on_gpu(engine: Engine, ends: Ends) -> None:
 def main(tokens: int = TOKENS) -> None:
     turns: Any = TimedTurns.__new__(TimedTurns)
     turns._told, turns._asked, ends = told(), ScriptedLoad(1, 64, tokens), Ends()
-    engine = turns._engine(Guesses("NEXTN", ACCEPTANCE, GUESSES, False, 0.0))
+    engine = turns._engine(ScriptedDrafts("NEXTN", ACCEPTANCE, GUESSES, False, 0.0))
     as_on_gpu(engine, ends)
     turns.timed(engine)
     steps, filled, draft_tokens = (ends[label] for label in ("step", "filled", "draft_tokens"))

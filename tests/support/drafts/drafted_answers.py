@@ -9,7 +9,7 @@ from draft_models import PROMPTS
 from fake_model import check_pages, request, run, token_ids
 from tandem.engine.engine import Engine
 from tandem.engine.protocol import GenerateRequest
-from tandem.engine.speculation.oracle_drafter import Foretold
+from tandem.engine.speculation.oracle_drafter import OracleDrafter
 from tandem.engine.start.parts import EngineParts
 from tandem.planner.choices.speculation import SpeculationPlan
 
@@ -79,7 +79,7 @@ def check(known: Plain, way: Way, algorithm: str = "NEXTN") -> None:
     parts, wanted = known.parts, SpeculationPlan(algorithm, way.width, way.governed)
     plan = replace(parts.plan, speculation=wanted, num_pages=way.pages or parts.plan.num_pages)
     vocab = parts.model_config.vocab
-    drafter = None if way.right is None else Foretold(known.answers, way.right, vocab)
+    drafter = None if way.right is None else OracleDrafter(known.answers, way.right, vocab)
     engine = Engine.from_parts(replace(parts, plan=plan, drafter=drafter))
     for call, expected in zip(known.calls, known.told, strict=True):
         assert told(run(engine, *call)) == expected

@@ -79,7 +79,7 @@ class Foretelling:
 
 
 class Layer:
-    """A `Drafter` and `Drawing`. Token 1 is the one that comes, if a guess is right."""
+    """A `Drafter` and `BatchDrafter`. Token 1 is the one that comes, if a guess is right."""
 
     def __init__(self, shape: Shape, spend) -> None:
         self._shape, self._spend, self._made, self.unusual = shape, spend, dict[Text, int](), False

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from tandem.engine.engine import Engine
-from tandem.engine.speculation.gpu_rollout import GpuChains, GpuDrafts
-from tandem.engine.speculation.rollout_inputs import ChainShape
+from tandem.engine.speculation.gpu_rollout import GpuDrafts, GpuRollouts
+from tandem.engine.speculation.rollout_inputs import RolloutShape
 from tandem.experts.handoff import Handoff
 from tandem.experts.handoff_counts import HandoffSizes
 
@@ -18,9 +18,9 @@ def recording(engine: Engine, sizes: tuple[int, ...], rows: int = 8, at_once: in
     runner, plan = engine._runner, engine.plan
     handoff = Handoff(HandoffSizes(8, 8, engine.model_config.hidden, 1), CPU, 1.0)
     pages = -(-plan.context_length // plan.page_size)
-    shapes = [ChainShape(size, rows, plan.draft_tokens, pages, plan.page_size) for size in sizes]
+    shapes = [RolloutShape(size, rows, plan.draft_tokens, pages, plan.page_size) for size in sizes]
     drafts = GpuDrafts(runner._model, runner._states, handoff, lambda batch, captured: None, at_once)
-    chains, used = GpuChains(drafts, shapes, plan.page_size), []
+    chains, used = GpuRollouts(drafts, shapes, plan.page_size), []
     draw = chains.chains
 
     def noted(runs, widths):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tandem import _core
 from tandem.errors import EngineError
-from tandem.experts.live.exchange import LiveExchange, Settled
+from tandem.experts.live.exchange import ExchangeOutcome, LiveExchange
 from tandem.kernels.packed.experts import PackedExperts
 
 
@@ -26,12 +26,12 @@ def piece(work: _core.Meanwhile) -> bool:
     return work.next_of_step() or work.next()
 
 
-def advance(exchange: LiveExchange) -> Settled:
+def advance(exchange: LiveExchange) -> ExchangeOutcome:
     """All that happens from the end of a step up to that of the next."""
     parts = exchange.end(), exchange.prepare()
     exchange.begin()
     names = ("done", "dropped", "stranded", "ended")
-    return Settled(*([each for part in parts for each in getattr(part, name)] for name in names))
+    return ExchangeOutcome(*([each for part in parts for each in getattr(part, name)] for name in names))
 
 
 class FakeSlots:

@@ -16,7 +16,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.protocol import GenerateRequest, SamplingSettings, TokenOutput
 from tandem.engine.sequence import Status
 from tandem.engine.speculation.draft import Drafter
-from tandem.engine.speculation.oracle_drafter import Foretold
+from tandem.engine.speculation.oracle_drafter import OracleDrafter
 from tandem.engine.start.parts import EngineParts
 from tandem.mechanisms.dense.shape import Dense
 from tandem.mechanisms.grouped_query.shape import Gqa
@@ -113,7 +113,7 @@ def foretold_engine(
 ) -> Engine:
     """One whose drafter knows the answers, and says so much of them right."""
     wanted = SpeculationPlan("made up", most, governed)
-    return fake_engine(drafter=Foretold(answers, acceptance, VOCAB), speculation=wanted, **plan)
+    return fake_engine(drafter=OracleDrafter(answers, acceptance, VOCAB), speculation=wanted, **plan)
 
 
 def check_pages(engine: Engine) -> None:

@@ -26,7 +26,7 @@ from tandem.spec.shard import RankShard
 _log = init_logger("vllm.plugins.tandem")
 
 
-class Joined:
+class VllmModelLayers:
     """All layers of one vLLM model in this process. Its files are opened when the first one is loaded."""
 
     def __init__(self, config: Any, cpus: frozenset[int]) -> None:
@@ -47,7 +47,7 @@ class Joined:
         return self._model.layer(number)
 
 
-_joined: list[Joined] = []
+_joined: list[VllmModelLayers] = []
 
 
 def joined(
@@ -57,7 +57,7 @@ def joined(
     joined."""
     _check(layer, prefix, moe)
     if not _joined or _joined[-1].config is not config:
-        _joined[:] = [Joined(config, cpus)]
+        _joined[:] = [VllmModelLayers(config, cpus)]
     layer.weight_loader = _loaded  # of this layer: classes of layers have their own
     return JoinedExperts(moe, _named(theirs, moe), prefix, _joined[-1])
 
@@ -84,7 +84,7 @@ _loaded.supports_moe_loading = True  # type: ignore[attr-defined]
 class JoinedExperts(FusedMoEMethodBase):
     """theirs: says which tensors vLLM's loader will look for."""
 
-    def __init__(self, moe: Any, theirs: FusedMoEMethodBase, prefix: str, group: Joined) -> None:
+    def __init__(self, moe: Any, theirs: FusedMoEMethodBase, prefix: str, group: VllmModelLayers) -> None:
         super().__init__(moe)
         self._theirs, self._group, self.prefix = theirs, group, prefix
         self._number = extract_layer_index(prefix)

@@ -1,4 +1,4 @@
-"""`DraftsElsewhere`: a draft layer out of one directory, everything else out of another
+"""`DraftOverlay`: a draft layer out of one directory, everything else out of another
 (`--speculative-draft-model-path`).
 
 The directory has a `config.json` of the model's family, which says how the layer is made. Its tensors have the names
@@ -69,7 +69,7 @@ def with_draft_layer(checkpoint: Checkpoint, config: EngineConfig) -> Checkpoint
         return checkpoint
     model = load_model_config(path)
     number = len(model.layers)
-    return DraftsElsewhere(checkpoint, open_checkpoint(path), _beginnings(model), number)
+    return DraftOverlay(checkpoint, open_checkpoint(path), _beginnings(model), number)
 
 
 def _beginnings(model: ModelConfig) -> tuple[str, ...]:
@@ -80,7 +80,7 @@ def _beginnings(model: ModelConfig) -> tuple[str, ...]:
     return tuple(filter(None, astuple(family_of(model.model_type).drafts.behind(number))))
 
 
-class DraftsElsewhere(TwoCheckpoints):
+class DraftOverlay(TwoCheckpoints):
     """A model's checkpoint with the draft layer of another. Formats, for the planner, are the model's."""
 
     def __init__(self, model: Checkpoint, drafts: Checkpoint, beginnings: tuple[str, ...], number: int) -> None:

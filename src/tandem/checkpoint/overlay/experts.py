@@ -1,4 +1,4 @@
-"""`ExpertsElsewhere`: routed experts out of one checkpoint, everything else out of another (`--kt-weight-path`).
+"""`ExpertOverlay`: routed experts out of one checkpoint, everything else out of another (`--kt-weight-path`).
 
 The two must be the same model; they may be stored differently: experts converted to int4 or in a GGUF file, beside the
 dense layers of the original directory.
@@ -38,7 +38,7 @@ def with_experts(checkpoint: Checkpoint, source: str | None, model: ModelConfig)
         )
     if path.is_file() or (path / "config.json").is_file():
         _check_same(model, path)
-    return ExpertsElsewhere(checkpoint, experts)
+    return ExpertOverlay(checkpoint, experts)
 
 
 def _check_same(model: ModelConfig, path: Path) -> None:
@@ -66,7 +66,7 @@ def _sizes(model: ModelConfig) -> dict[str, object]:
     }
 
 
-class ExpertsElsewhere(TwoCheckpoints):
+class ExpertOverlay(TwoCheckpoints):
     """`path` is the dense one's."""
 
     def _is_other(self, name: str) -> bool:

@@ -23,7 +23,7 @@ from tandem.engine.step.prefill import LayerPieces, PausingModel, States
 from tandem.engine.step.streams import Streams
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.kernels.gpu.cudnn_attention.runs import is_heavy
-from tandem.kernels.ops import Tally
+from tandem.kernels.ops import ExpertCounts
 from tandem.models.batch import ForwardBatch
 from tandem.planner.cuda_graphs import PROMPT_SEQUENCES as SEQUENCES
 from tandem.planner.cuda_graphs import prompt_graph_rows
@@ -147,7 +147,7 @@ class PromptGraphs:
         return self._graphs[size] if size else None
 
     def capture(
-        self, inputs: ChunkInputs, model: PausingModel, states: States, tallies: Rows[Tally] | None
+        self, inputs: ChunkInputs, model: PausingModel, states: States, tallies: Rows[ExpertCounts] | None
     ) -> None:
         """On the current stream, the largest first. All is run once before, which compiles kernels and lets libraries
         allocate."""

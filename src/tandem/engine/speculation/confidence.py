@@ -1,4 +1,5 @@
-"""`Sureness`: how often guesses come that a draft calls so likely. What it says of itself need not be so."""
+"""`ConfidenceCalibration`: how often guesses come that a draft calls so likely. What it says of itself need not be
+so."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ _MEMORY = 0.995
 _FIRST_WEIGHT = 4.0  # guesses that a draft's own word counts as
 
 
-class Sureness:
+class ConfidenceCalibration:
     """Learnt by comparing all guesses, with a row or without."""
 
     def __init__(self) -> None:
@@ -21,7 +22,7 @@ class Sureness:
         self._trials = [_FIRST_WEIGHT] * PARTS
 
     def learn(self, draft: Draft, tokens: Rows[int]) -> None:
-        """As `Widths.learn`."""
+        """As `DraftLengths.learn`."""
         for token, guess, chance in zip(tokens, draft.tokens, draft.sure, strict=False):
             part, hit = _part(chance), token == guess
             self._hits[part] = _MEMORY * self._hits[part] + hit

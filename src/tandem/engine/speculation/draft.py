@@ -33,8 +33,8 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
-class Saying(Protocol):
-    """A `Drawing` that says how likely its guesses are."""
+class ConfidenceDrafter(Protocol):
+    """A `BatchDrafter` that says how likely its guesses are."""
 
     def sure(self, sequence: Sequence) -> tuple[float, ...]:
         """Probability of each guess that was drawn last, if those before it come; (): not known."""
@@ -42,7 +42,7 @@ class Saying(Protocol):
 
 
 @runtime_checkable
-class Drawing(Protocol):
+class BatchDrafter(Protocol):
     """A `Drafter` whose guesses cost time, so that only those are made that get a row."""
 
     def draw(self, requests: Rows[tuple[Sequence, int]]) -> Rows[tuple[int, ...]]:

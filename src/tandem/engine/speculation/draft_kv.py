@@ -1,4 +1,4 @@
-"""`MadeRows`: which rows of a draft layer are there already, of every sequence."""
+"""`DraftKv`: which rows of a draft layer are there already, of every sequence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tandem.engine.sequence import Sequence
 from tandem.engine.state.kv_cache import KVCache
 
 
-class MadeRows(Protocol):
+class DraftKv(Protocol):
     def computed_rows(self, sequence: Sequence) -> tuple[int, list[int]]:
         """Its rows that are there, or that no row behind them asks for; and the whole pages among them whose last row
         is of another token than its own. One row at least is left, so that a pass leads to a guess."""
@@ -30,8 +30,8 @@ class MadeRows(Protocol):
         ...
 
 
-class InSlots:
-    """`MadeRows` of a layer that sees a window, in the sequence's slot. Every row before the window may be missing, so
+class DraftKvInSlots:
+    """`DraftKv` of a layer that sees a window, in the sequence's slot. Every row before the window may be missing, so
     they are never many. A slot that it was given anew holds none."""
 
     def __init__(self, window: int) -> None:
@@ -64,8 +64,8 @@ class _DraftKvRows(NamedTuple):
     behind: npt.NDArray[np.int64]
 
 
-class InPages:
-    """`MadeRows` in the sequence's pages. When a page has become another, its rows are made again: after a preemption,
+class DraftKvInPages:
+    """`DraftKv` in the sequence's pages. When a page has become another, its rows are made again: after a preemption,
     a prefix match, or a swap for an equal page."""
 
     def __init__(self, pages: KVCache) -> None:

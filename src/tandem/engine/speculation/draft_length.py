@@ -1,4 +1,4 @@
-"""`Governor`: how many guesses are worth a row in the next step.
+"""`DraftLengthController`: how many guesses are worth a row in the next step.
 
 Each guess lengthens the step by what its row costs, and saves a share of a later step if it comes. Both are measured:
 the cost by the time of steps, the chance by comparing guesses with what came, whether a row was computed for them or
@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from tandem.engine.sequence import Sequence
-from tandem.engine.speculation.confidence import Sureness
+from tandem.engine.speculation.confidence import ConfidenceCalibration
 from tandem.engine.speculation.draft import LAYER_KINDS, Draft
 from tandem.engine.speculation.step_times import StepTimes
 
@@ -79,7 +79,7 @@ class Chances:
         return self._by(1.0)
 
 
-class Widths(Protocol):
+class DraftLengths(Protocol):
     """Says which guesses get a row."""
 
     def widths(self, sequences: Rows[Sequence], drafts: Rows[Draft | None], room: int) -> list[int]:
@@ -113,8 +113,8 @@ class Widths(Protocol):
         ...
 
 
-class Governor:
-    """`Widths`, by what was measured. One per engine. `times`: of its steps, which whoever runs them observes."""
+class DraftLengthController:
+    """`DraftLengths`, by what was measured. One per engine. `times`: of its steps, which whoever runs them observes."""
 
     def __init__(self, times: StepTimes) -> None:
         self.times = times
@@ -124,7 +124,7 @@ class Governor:
         self._trying = self._tried = 0  # guesses of a trial under way, and its steps
         self._patience = PROBE_EVERY
         self._narrow = 0  # steps since one had all guesses that might pay
-        self._sureness, self._measures = Sureness(), False
+        self._sureness, self._measures = ConfidenceCalibration(), False
         self.stays = 0
 
     def widths(self, sequences: Rows[Sequence], drafts: Rows[Draft | None], room: int) -> list[int]:
@@ -278,8 +278,8 @@ class Governor:
         return best
 
 
-class FixedWidth:
-    """`Widths`: every draft gets all its rows. For `--disable-speculative-governor`."""
+class FixedDraftLength:
+    """`DraftLengths`: every draft gets all its rows. For `--disable-speculative-governor`."""
 
     stays = 0
 

@@ -1,4 +1,4 @@
-"""`Shadows`: guesses that got no row, and wait for what comes."""
+"""`DryRunDrafts`: guesses that got no row, and wait for what comes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHEAP_ROWS = 256  # that a sequence lacks: others' prompts, which may be long, a
 MOST_FOLLOWED = 6  # drawings in a row that found a right guess
 
 
-class Shadows:
+class DryRunDrafts:
     """So it is seen that guesses have become better, at the cost of drawing a few. Where one was right, others follow:
     evidence is gathered while it is good."""
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from tandem.engine.speculation.draft import Drafter
-from tandem.engine.speculation.draft_kv import InPages, InSlots
-from tandem.engine.speculation.gpu_rollout import GpuChains, GpuDrafts
+from tandem.engine.speculation.draft_kv import DraftKvInPages, DraftKvInSlots
+from tandem.engine.speculation.gpu_rollout import GpuDrafts, GpuRollouts
 from tandem.engine.speculation.nextn import NextN
 from tandem.engine.speculation.ngram import NGram
-from tandem.engine.speculation.oracle_drafter import Instead
-from tandem.engine.speculation.rollout import AtOnce, Chains, DraftingModel, PassByPass, on_cpu
-from tandem.engine.speculation.rollout_inputs import ChainShape
+from tandem.engine.speculation.oracle_drafter import ReplacingDrafter
+from tandem.engine.speculation.rollout import BlockRollouts, DraftingModel, Rollouts, StepwiseRollouts, on_cpu
+from tandem.engine.speculation.rollout_inputs import RolloutShape
 from tandem.engine.speculation.speculation import Speculation
 from tandem.engine.start.parts import EngineParts
 from tandem.engine.state.arrays import StateArrays
@@ -37,25 +37,29 @@ def _drafter(parts: EngineParts, states: StateArrays, pages: KVCache, choice: Sp
         return parts.drafter or NGram(choice.least_match, choice.longest_match)
     drafter = parts.model_config.drafter
     window = 0 if drafter is None else window_of(drafter.states(parts.model_config.hidden))
-    rows = InSlots(window) if window else InPages(pages)
+    rows = DraftKvInSlots(window) if window else DraftKvInPages(pages)
     layer = NextN(_chains(parts, states), rows, pages.page_size, most_rows=parts.plan.max_step_tokens)
-    return layer if parts.drafter is None else Instead(layer, parts.drafter)
+    return layer if parts.drafter is None else ReplacingDrafter(layer, parts.drafter)
 
 
-def _chains(parts: EngineParts, states: StateArrays) -> Chains:
+def _chains(parts: EngineParts, states: StateArrays) -> Rollouts:
     plan, model = parts.plan, parts.model
     assert isinstance(model, DraftingModel), "this model has no draft layer"
     block = None if parts.model_config.drafter is None else parts.model_config.drafter.block
     if plan.gpu is None or parts.handoff is None:
         run = on_cpu(model, states.arrays)
-        return PassByPass(run, plan.page_size) if block is None else AtOnce(run, plan.page_size, SEQUENCES_AT_ONCE)
+        return (
+            StepwiseRollouts(run, plan.page_size)
+            if block is None
+            else BlockRollouts(run, plan.page_size, SEQUENCES_AT_ONCE)
+        )
     at_once = 0 if block is None else max(1, min(SEQUENCES_AT_ONCE, parts.handoff.sizes.tokens // block.size))
     begin_step = nothing_begins if parts.begin_step is None else parts.begin_step.of_drafts
     drafts = GpuDrafts(model, states.arrays, parts.handoff, begin_step, at_once)
     most = max(plan.draft_tokens, 0 if block is None else block.size - 1)
     pages, rows = -(-plan.context_length // plan.page_size), ROWS_OF_EACH * (1 + plan.draft_tokens)
     shapes = [
-        ChainShape(sequences, rows, plan.draft_tokens, pages, plan.page_size)
+        RolloutShape(sequences, rows, plan.draft_tokens, pages, plan.page_size)
         for sequences in draft_sizes(plan.gpu.graph_sizes, most)
     ]
-    return GpuChains(drafts, shapes, plan.page_size)
+    return GpuRollouts(drafts, shapes, plan.page_size)

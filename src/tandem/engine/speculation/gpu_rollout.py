@@ -1,4 +1,4 @@
-"""`GpuChains`: a draft layer's guesses on a GPU: the first pass is a CUDA graph, each later one another's replay.
+"""`GpuRollouts`: a draft layer's guesses on a GPU: the first pass is a CUDA graph, each later one another's replay.
 
 What a pass leaves for the next one stays on the GPU. So the host waits once, when the last one was given.
 """
@@ -17,8 +17,8 @@ from torch import Tensor
 from tandem.engine.graphs.decode_graphs import nothing_collected
 from tandem.engine.sampling.logits import StepEnd
 from tandem.engine.speculation.draft_batch import DraftRows, parted
-from tandem.engine.speculation.rollout import AtOnce, Chains, DraftingModel, Pass, PassByPass
-from tandem.engine.speculation.rollout_inputs import ChainInputs, ChainShape
+from tandem.engine.speculation.rollout import BlockRollouts, DraftingModel, Pass, Rollouts, StepwiseRollouts
+from tandem.engine.speculation.rollout_inputs import RolloutInputs, RolloutShape
 from tandem.engine.step.batch import moved
 from tandem.engine.step.hooks import BeginStep
 from tandem.experts.handoff import Handoff
@@ -57,9 +57,9 @@ class GpuDrafts:
 class BlockRollout:
     """A function of no arguments that makes all guesses of a block, and what it leaves in host memory."""
 
-    def __init__(self, drafts: GpuDrafts, shape: ChainShape) -> None:
+    def __init__(self, drafts: GpuDrafts, shape: RolloutShape) -> None:
         self._drafts, device = drafts, drafts.handoff.device
-        self.inputs, pinned = ChainInputs(shape, device), device.type == "cuda"
+        self.inputs, pinned = RolloutInputs(shape, device), device.type == "cuda"
         sizes = shape.draft_tokens, shape.sequences
         self.found = torch.zeros(sizes, dtype=torch.int64, pin_memory=pinned)
         self.sure = torch.zeros(sizes, pin_memory=pinned)
@@ -71,12 +71,12 @@ class BlockRollout:
             to.copy_(source[:, : len(to)].T.contiguous(), non_blocking=True)
 
 
-class Chain:
+class Rollout:
     """Two functions of no arguments, and what they leave on the device. Both may be recorded."""
 
-    def __init__(self, drafts: GpuDrafts, shape: ChainShape) -> None:
+    def __init__(self, drafts: GpuDrafts, shape: RolloutShape) -> None:
         self._drafts, device = drafts, drafts.handoff.device
-        self.inputs = ChainInputs(shape, device)
+        self.inputs = RolloutInputs(shape, device)
         self._pass = torch.zeros(1, dtype=torch.int64, device=device)
         self._found = torch.zeros(shape.draft_tokens, shape.sequences, dtype=torch.int64, device=device)
         self._ids, self._positions, self._owners = (torch.zeros_like(self._found[0]) for _ in range(3))
@@ -125,25 +125,27 @@ class _RecordedRollout:
     posts: int
 
 
-class GpuChains:
-    """`Chains`. Rows of a prompt are more than a recording has: one pass makes all but the last of them, and guesses
+class GpuRollouts:
+    """`Rollouts`. Rows of a prompt are more than a recording has: one pass makes all but the last of them, and guesses
     nothing. Where more sequences are wanted than a recording has, all runs pass by pass."""
 
-    def __init__(self, drafts: GpuDrafts, shapes: Rows[ChainShape], page_size: int) -> None:
+    def __init__(self, drafts: GpuDrafts, shapes: Rows[RolloutShape], page_size: int) -> None:
         """shapes: to record, by their sequences, ascending."""
         self._drafts, self._handoff = drafts, drafts.handoff
         draft_pass, most = drafts.alone(), drafts.at_once
-        self._alone: Chains = AtOnce(draft_pass, page_size, most) if most else PassByPass(draft_pass, page_size)
+        self._alone: Rollouts = (
+            BlockRollouts(draft_pass, page_size, most) if most else StepwiseRollouts(draft_pass, page_size)
+        )
         self._end, self.unusual = StepEnd(self._handoff.device), False
         self.sure: Rows[Rows[float]] = ()
-        self._recorded: list[tuple[Chain | BlockRollout, _RecordedRollout, _RecordedRollout]] = []
+        self._recorded: list[tuple[Rollout | BlockRollout, _RecordedRollout, _RecordedRollout]] = []
         try:
             self._record(shapes)
         except Exception as error:  # too little memory, most of all; guesses are drawn without them, too
             self._recorded = []
             _log.warning("guesses are drawn pass by pass: %s", error)
 
-    def _record(self, shapes: Rows[ChainShape]) -> None:
+    def _record(self, shapes: Rows[RolloutShape]) -> None:
         pool: Any = None
         with torch.inference_mode(), nothing_collected():
             for shape in reversed(shapes):  # the largest first: the smaller ones fit into its memory
@@ -174,7 +176,7 @@ class GpuChains:
 
     def _replayed(
         self,
-        recorded: tuple[Chain | BlockRollout, _RecordedRollout, _RecordedRollout],
+        recorded: tuple[Rollout | BlockRollout, _RecordedRollout, _RecordedRollout],
         runs: list[DraftRows],
         widths: Rows[int],
     ) -> list[list[int]]:
@@ -199,9 +201,9 @@ class GpuChains:
             raise
 
     def _captured(
-        self, shape: ChainShape, pool: Any
-    ) -> tuple[tuple[Chain | BlockRollout, _RecordedRollout, _RecordedRollout], Any]:
-        chain = BlockRollout(self._drafts, shape) if self._drafts.at_once else Chain(self._drafts, shape)
+        self, shape: RolloutShape, pool: Any
+    ) -> tuple[tuple[Rollout | BlockRollout, _RecordedRollout, _RecordedRollout], Any]:
+        chain = BlockRollout(self._drafts, shape) if self._drafts.at_once else Rollout(self._drafts, shape)
         self._drafts.begin_step(chain.inputs.first(), True)
         with self._handoff.rehearsing():
             for _ in range(WARM_UPS):

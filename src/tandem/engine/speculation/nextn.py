@@ -1,7 +1,7 @@
 """`NextN`: guesses by the checkpoint's draft layer, in a chain: each takes the one before for what came.
 
 The layer has rows of its own beside the sequence's. Row p is of the token at p + 1 and of the model's hidden state at
-p, which is kept. It depends on nothing else. So rows are made when they are first needed, in any number: `MadeRows`
+p, which is kept. It depends on nothing else. So rows are made when they are first needed, in any number: `DraftKv`
 knows which are there. Where they lie in pages, the last row of a page depends on more than the page: two sequences that
 part behind it take turns.
 """
@@ -13,16 +13,16 @@ from collections.abc import Sequence as Rows
 from tandem.engine.sequence import Sequence
 from tandem.engine.speculation.draft import LAYER_KINDS, Draft
 from tandem.engine.speculation.draft_batch import DraftRows
-from tandem.engine.speculation.draft_kv import MadeRows
-from tandem.engine.speculation.rollout import Chains
+from tandem.engine.speculation.draft_kv import DraftKv
+from tandem.engine.speculation.rollout import Rollouts
 
 USUAL_ROWS = 64  # of a sequence, at most, in a call whose time is like that of others
 
 
 class NextN:
-    """`Drafter`, and `Drawing`."""
+    """`Drafter`, and `BatchDrafter`."""
 
-    def __init__(self, chains: Chains, rows: MadeRows, page_size: int, *, most_rows: int) -> None:
+    def __init__(self, chains: Rollouts, rows: DraftKv, page_size: int, *, most_rows: int) -> None:
         """most_rows: of one pass."""
         self._chain, self._rows, self._page_size, self._most_rows = chains, rows, page_size, most_rows
         self.unusual = False

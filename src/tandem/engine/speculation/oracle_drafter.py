@@ -1,4 +1,4 @@
-"""`Foretold`: guesses from answers that are known already, for measurements: right as often as wished."""
+"""`OracleDrafter`: guesses from answers that are known already, for measurements: right as often as wished."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from functools import lru_cache
 
 from tandem.engine.sampling.sampler import uniform
 from tandem.engine.sequence import Sequence
-from tandem.engine.speculation.draft import Draft, Drafter, Drawing
+from tandem.engine.speculation.draft import BatchDrafter, Draft, Drafter
 
 BLOCK = 20  # places, of which the asked share is right: short answers have that share, too
 
 
-class Foretold:
+class OracleDrafter:
     """`Drafter`. Whether a guess is right depends on its place alone, so it is the same at any width."""
 
     def __init__(self, answers: Mapping[tuple[str, int], Rows[int]], acceptance: float, vocab: int) -> None:
@@ -41,11 +41,11 @@ def _right_places(block: int, acceptance: float) -> frozenset[int]:
     return frozenset(shuffled[: round(acceptance * BLOCK)])
 
 
-class Instead:
-    """`Drafter`, and `Drawing`: does what a draft layer does, and says what another drafter says."""
+class ReplacingDrafter:
+    """`Drafter`, and `BatchDrafter`: does what a draft layer does, and says what another drafter says."""
 
     def __init__(self, layer: Drafter, drafter: Drafter) -> None:
-        assert isinstance(layer, Drawing)
+        assert isinstance(layer, BatchDrafter)
         self._layer, self._drawing, self._said = layer, layer, drafter
 
     def propose(self, sequence: Sequence, most: int) -> Draft | None:

@@ -1,4 +1,4 @@
-"""`Chains`: how a draft layer's guesses are computed, each taken for what came by the next."""
+"""`Rollouts`: how a draft layer's guesses are computed, each taken for what came by the next."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class DraftingModel(Protocol):
         ...
 
 
-class Chains(Protocol):
+class Rollouts(Protocol):
     @property
     def unusual(self) -> bool:
         """Whether the last call took longer than most do."""
@@ -43,8 +43,8 @@ class Chains(Protocol):
         ...
 
 
-class PassByPass:
-    """`Chains` of any number of rows."""
+class StepwiseRollouts:
+    """`Rollouts` of any number of rows."""
 
     unusual = False
     sure: Rows[Rows[float]] = ()
@@ -70,8 +70,8 @@ class PassByPass:
         return tokens.tolist(), x
 
 
-class AtOnce:
-    """`Chains` of layers that guess a block: one pass makes all guesses of a sequence."""
+class BlockRollouts:
+    """`Rollouts` of layers that guess a block: one pass makes all guesses of a sequence."""
 
     unusual = False
 

@@ -1,4 +1,4 @@
-"""`ChainInputs`: what a recorded chain reads: the first rows of every sequence, and who goes on how far."""
+"""`RolloutInputs`: what a recorded chain reads: the first rows of every sequence, and who goes on how far."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tandem.models.batch import ForwardBatch
 
 
 @dataclass(frozen=True, slots=True)
-class ChainShape:
+class RolloutShape:
     """sequences: of a chain; rows: of each in its first pass; guesses: of each, at most; pages: of the longest
     sequence."""
 
@@ -36,7 +36,7 @@ class ChainShape:
         return self.wide_bytes + 4 * self.sequences * (self.pages + 1)
 
 
-class ChainInputs:
+class RolloutInputs:
     """In pinned memory and on the device; a recording begins with a copy. At first all rows are of page 0.
 
     Every sequence has as many first rows: those that it has not are copies of its first one. Sequences that are not
@@ -44,7 +44,7 @@ class ChainInputs:
     write the same.
     """
 
-    def __init__(self, shape: ChainShape, device: torch.device) -> None:
+    def __init__(self, shape: RolloutShape, device: torch.device) -> None:
         self.shape, count = shape, shape.sequences * shape.rows
         self._host = torch.zeros(shape.input_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._there = self._host.to(device, copy=True)

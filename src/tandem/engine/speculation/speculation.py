@@ -11,9 +11,9 @@ from time import monotonic, perf_counter
 from tandem.engine.protocol import SpeculationStats
 from tandem.engine.scheduler import Grow
 from tandem.engine.sequence import Sequence
-from tandem.engine.speculation.draft import Draft, Drafter, Drawing, Saying
-from tandem.engine.speculation.draft_length import FixedWidth, Governor, Widths
-from tandem.engine.speculation.dry_run_drafts import CHEAP_ROWS, Shadows
+from tandem.engine.speculation.draft import BatchDrafter, ConfidenceDrafter, Draft, Drafter
+from tandem.engine.speculation.draft_length import DraftLengthController, DraftLengths, FixedDraftLength
+from tandem.engine.speculation.dry_run_drafts import CHEAP_ROWS, DryRunDrafts
 from tandem.engine.speculation.step_times import StepTimes
 from tandem.engine.step.step import SequenceOutput
 
@@ -45,7 +45,7 @@ _NOBODY = _DraftedStep([])
 
 
 def _cheapest(
-    drawing: Drawing, sequences: Rows[Sequence], offers: Rows[Draft | None]
+    drawing: BatchDrafter, sequences: Rows[Sequence], offers: Rows[Draft | None]
 ) -> list[tuple[Sequence, int]]:
     """Whose guesses are drawn to be compared, and how many: of all that lack few rows, or of the one that lacks
     fewest."""
@@ -73,10 +73,12 @@ class Speculation:
         """most: guesses of one sequence in one step. clock: of what drawing takes."""
         self._drafter, self._algorithm, self._most, self._governed = drafter, algorithm, most, governed
         self._times = StepTimes()
-        self._governor: Widths = Governor(self._times) if governed else FixedWidth()
-        self._drawing = drafter if isinstance(drafter, Drawing) else None
-        self._saying = drafter if isinstance(drafter, Saying) else None  # asked once: that takes longer than most calls
-        self._shadows, self._clock, self._unusual = Shadows(), clock, 0
+        self._governor: DraftLengths = DraftLengthController(self._times) if governed else FixedDraftLength()
+        self._drawing = drafter if isinstance(drafter, BatchDrafter) else None
+        self._saying = (
+            drafter if isinstance(drafter, ConfidenceDrafter) else None
+        )  # asked once: that takes longer than most calls
+        self._shadows, self._clock, self._unusual = DryRunDrafts(), clock, 0
         self._rests, self._rested_until = RETRY_SECONDS, float("-inf")  # after a drawing that failed
         self._asked = self._quiet = _NOBODY
         self._quiet_left = self._skipped = 0  # steps that the quiet one stands for, still and until now
@@ -127,7 +129,12 @@ class Speculation:
         self._quiet_left, self._skipped, self._quiet_seconds = 0, 0, 0.0
 
     def _drawn(
-        self, drawing: Drawing, sequences: Rows[Sequence], offers: Rows[Draft | None], widths: list[int], grow: Grow
+        self,
+        drawing: BatchDrafter,
+        sequences: Rows[Sequence],
+        offers: Rows[Draft | None],
+        widths: list[int],
+        grow: Grow,
     ) -> list[Draft | None]:
         """Drafts of the offers whose guesses get a row. Now and then, where none does, some are drawn to be compared
         with what comes."""
@@ -155,7 +162,7 @@ class Speculation:
     def _chances(self, sequence: Sequence) -> tuple[float, ...]:
         return () if self._saying is None else self._saying.sure(sequence)
 
-    def _draw(self, drawing: Drawing, draws: Rows[tuple[Sequence, int]]) -> Rows[tuple[int, ...]]:
+    def _draw(self, drawing: BatchDrafter, draws: Rows[tuple[Sequence, int]]) -> Rows[tuple[int, ...]]:
         """If it fails, answers go on without guesses, for a while."""
         try:
             draft_tokens = drawing.draw(draws)

@@ -8,7 +8,7 @@ from functools import partial
 from tandem.engine.stages.sides import StagedSides
 from tandem.engine.start.gpu_side import GpuSide, registered, stream_of
 from tandem.experts.hybrid_experts import HybridExperts
-from tandem.experts.streaming.stream import ExpertStream, Followed, streamed_layer
+from tandem.experts.streaming.stream import ExpertStream, StreamReadings, streamed_layer
 from tandem.experts.usage.staged_usage import StagedUsage
 from tandem.kernels.gpu.ops import GpuOps
 from tandem.models import Progress
@@ -53,7 +53,7 @@ def _stream(
         streamed_layer(experts.cpu, experts.gpu, stage.device) if at == number else None
         for at, experts in _placed(sides)
     ]
-    followed = Followed(served=lambda: handoff.outside_times().serve_seconds)
+    followed = StreamReadings(served=lambda: handoff.outside_times().serve_seconds)
     if usage is not None:
         followed = followed._replace(ask=partial(usage.ask_part, number))
     return stream_of(plan, stage.device, layers, copies, handoff.sizes.top_k, followed)

@@ -25,14 +25,14 @@ from tandem.experts.live.live_experts import LiveExperts, UsageCounter
 from tandem.experts.live.policy import LivePolicy, PolicySettings
 from tandem.experts.placement import ExpertPlacement
 from tandem.experts.residency import Residency
-from tandem.experts.streaming.copy_stream import CudaBus
+from tandem.experts.streaming.copy_stream import CudaCopyStream
 from tandem.experts.streaming.measured import measured_rates
 from tandem.experts.streaming.stream import (
     Cuts,
     ExpertStream,
-    Followed,
     Layers,
     StreamedLayer,
+    StreamReadings,
     streamed_layer,
 )
 from tandem.experts.usage.expert_usage import ExpertUsage
@@ -160,7 +160,7 @@ def expert_stream(
     if plan.gpu is None or not plan.gpu.streams_experts or copies is None:
         return None
     layers = [streamed_layer(experts.cpu, experts.gpu, side.ops.device) for experts in side.hybrids]
-    followed = Followed(served=lambda: side.handoff.times().serve_seconds)
+    followed = StreamReadings(served=lambda: side.handoff.times().serve_seconds)
     if live is not None:
         followed = followed._replace(moves=live.moves)
     if usage is not None:
@@ -178,13 +178,13 @@ def stream_of(
     layers: Sequence[StreamedLayer | None],
     copies: CudaCopies,
     top_k: int,
-    followed: Followed,
+    followed: StreamReadings,
 ) -> ExpertStream | None:
     """A stream of these layers to a GPU; None where none of them can travel there, or it is never faster."""
     travelling = [layer for layer in layers if layer is not None]
     if plan.gpu is None or not travelling:
         return None
-    bus = CudaBus(device, copies)
+    bus = CudaCopyStream(device, copies)
     largest = max(layer.cpu.bytes_per_expert for layer in travelling)
     ring = ring_of(largest, min(layer.prompts.at_once for layer in travelling))
     rates = measured_rates(travelling, ring, bus, device, top_k)

@@ -20,11 +20,11 @@ from torch import Tensor
 from tandem.engine.sampling.logits import BestRows, DeviceLogits, HostLogits, HostRows, Logits
 from tandem.engine.step.hooks import StepHooks
 from tandem.engine.step.step import ShrinkingStep, Step
-from tandem.engine.step.streams import Feeder, Streams
+from tandem.engine.step.streams import LaunchThread, Streams
 from tandem.experts.usage.expert_usage import ExpertUsage
-from tandem.kernels.ops import Tally
+from tandem.kernels.ops import ExpertCounts
 from tandem.models.batch import ForwardBatch
-from tandem.models.passing import Pass
+from tandem.models.passing import ForwardState
 
 PIECES_AHEAD = 4  # that a device has to do while a step runs: fewer would leave it idle, more delay the step
 
@@ -38,15 +38,15 @@ class PausingModel(Protocol):
         """Layers."""
         ...
 
-    def begin(self, batch: ForwardBatch) -> Pass:
+    def begin(self, batch: ForwardBatch) -> ForwardState:
         """Before the first layer."""
         ...
 
-    def layer(self, p: Pass, index: int, states: Rows[tuple[Tensor, ...]]) -> None:
+    def layer(self, p: ForwardState, index: int, states: Rows[tuple[Tensor, ...]]) -> None:
         """After all layers before."""
         ...
 
-    def logits(self, p: Pass, states: Rows[tuple[Tensor, ...]]) -> Tensor:
+    def logits(self, p: ForwardState, states: Rows[tuple[Tensor, ...]]) -> Tensor:
         """float32 [len(batch.logits_rows), vocab], after the last."""
         ...
 
@@ -81,13 +81,13 @@ class LayerPieces:
         model: PausingModel,
         states: States,
         batch: ForwardBatch,
-        tallies: Rows[Tally] | None,
+        tallies: Rows[ExpertCounts] | None,
         best: BestRows | None = None,
     ) -> None:
         """batch: where the model computes; best: for as many rows as have logits, None where nobody asks."""
         self._model, self._states, self._batch = model, states, batch
         self._tallies, self._best = tallies, best
-        self._pass: Pass
+        self._pass: ForwardState
         self._result: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -230,7 +230,7 @@ class GpuPlace:
 class PrefillTask:
     """Pieces are layers, and the logits at the end. Of a task whose place overlaps, a piece is only given."""
 
-    def __init__(self, pieces: PrefillPieces, place: PrefillPlace, feeder: Feeder | None = None) -> None:
+    def __init__(self, pieces: PrefillPieces, place: PrefillPlace, feeder: LaunchThread | None = None) -> None:
         """feeder: gives the pieces; None: whoever asks to go on does."""
         self._pieces, self._place, self._feeder, self._next = pieces, place, feeder, 0
         if feeder is not None:

@@ -1,4 +1,5 @@
-"""`Streams`: the CUDA streams of an engine, which are made here alone. `Feeder`: the thread that gives pieces to one.
+"""`Streams`: the CUDA streams of an engine, which are made here alone. `LaunchThread`: the thread that gives pieces to
+one.
 
 A kernel of high priority waits until a block before it has ended. On multiprocessors that a prompt never has, it waits
 for nobody. So prompts may leave some alone; CUDA calls a share of them a green context.
@@ -156,7 +157,7 @@ def _driver() -> Any:
 # -- the thread ---
 
 
-class Fed(Protocol):
+class LaunchablePieces(Protocol):
     """A giver of pieces."""
 
     def pieces_left(self) -> int: ...
@@ -168,10 +169,10 @@ class Fed(Protocol):
         ...
 
 
-class Feeding:
+class QueuedLaunches:
     """One pass on its way. error: what ended it before its time."""
 
-    def __init__(self, paused: Fed) -> None:
+    def __init__(self, paused: LaunchablePieces) -> None:
         self.paused, self.ended = paused, Event()
         self.stopped = False
         self.error: BaseException | None = None
@@ -189,21 +190,21 @@ class Feeding:
             self.ended.set()
 
 
-class Feeder:
+class LaunchThread:
     """One thread, one pass at a time. It is made before the engine's thread is pinned to a CPU, so it shares none. A
     process ends without waiting for it: the GPU may never answer."""
 
     def __init__(self, enter: Callable[[], object] = lambda: None) -> None:
         """enter: called in the thread first."""
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
-        self._asked, self._open = SimpleQueue[Feeding | None](), Event()
-        self._given: Feeding | None = None
+        self._asked, self._open = SimpleQueue[QueuedLaunches | None](), Event()
+        self._given: QueuedLaunches | None = None
         Thread(
             target=_serve, args=(enter, self._asked, self._open), name="tandem-prompts", daemon=True
         ).start()
 
-    def start(self, paused: Fed) -> None:
-        self._given = Feeding(paused)
+    def start(self, paused: LaunchablePieces) -> None:
+        self._given = QueuedLaunches(paused)
         self._asked.put(self._given)
 
     @contextmanager
@@ -245,8 +246,8 @@ class Feeder:
         self._asked.put(None)
 
 
-def _serve(enter: Callable[[], object], queue: SimpleQueue[Feeding | None], open_: Event) -> None:
-    """Holds no `Feeder`: the thread ends with its engine."""
+def _serve(enter: Callable[[], object], queue: SimpleQueue[QueuedLaunches | None], open_: Event) -> None:
+    """Holds no `LaunchThread`: the thread ends with its engine."""
     enter()
     while (feeding := queue.get()) is not None:
         feeding.run(open_)

@@ -55,21 +55,21 @@ class SequenceImages:
         ]
 
 
-class Looking(Protocol):
+class ImageSequence(Protocol):
     """Fields of a sequence that image code reads."""
 
     computed_len: int
     images: SequenceImages | None
 
 
-class LookingChunk(Protocol):
+class ImageChunk(Protocol):
     @property
-    def sequence(self) -> Looking: ...
+    def sequence(self) -> ImageSequence: ...
     @property
     def length(self) -> int: ...
 
 
-def turns_of(chunks: Rows[LookingChunk]) -> Tensor | None:
+def turns_of(chunks: Rows[ImageChunk]) -> Tensor | None:
     """int64 [T]: by which row of rotary tables each row turns, but for pieces of images; None where no sequence has
     any."""
     if all(chunk.sequence.images is None for chunk in chunks):
@@ -77,14 +77,14 @@ def turns_of(chunks: Rows[LookingChunk]) -> Tensor | None:
     return torch.from_numpy(np.concatenate([_turns(chunk) for chunk in chunks]))
 
 
-def _turns(chunk: LookingChunk) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _turns(chunk: ImageChunk) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     first, images = chunk.sequence.computed_len, chunk.sequence.images
     if images is None:
         return np.arange(first, first + chunk.length)
     return np.ascontiguousarray(images.rows.places(first, chunk.length)[:, 0])
 
 
-def seen_of(chunks: Rows[LookingChunk], turns: Tensor, region: int) -> ImageRowBatch | None:
+def seen_of(chunks: Rows[ImageChunk], turns: Tensor, region: int) -> ImageRowBatch | None:
     """None where no row is a piece. turns: of the batch; pieces get theirs, from `region` on."""
     rows, features, places, at = list[Tensor](), list[Tensor](), list[Tensor](), 0
     for chunk in chunks:

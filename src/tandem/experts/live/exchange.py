@@ -83,7 +83,7 @@ class LiveLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class ExchangeOutcome:
     """Outcome of exchanges: `stranded` ones put the leaving expert into CPU memory, but their slot is lost. ended:
     layers in which nothing can move from now on."""
 
@@ -178,10 +178,10 @@ class LiveExchange:
 
     # -- what begins ---
 
-    def prepare(self) -> Settled:
+    def prepare(self) -> ExchangeOutcome:
         """Chooses what travels next, `bytes_at_once` on average, whole experts; nothing while something does. What it
         raises leaves every expert where it was."""
-        settled = Settled()
+        settled = ExchangeOutcome()
         if self._batch is not None:
             return settled
         self._budget = min(self._budget, 0) + self._bytes_at_once
@@ -225,9 +225,9 @@ class LiveExchange:
 
     # -- what ends ---
 
-    def end(self) -> Settled:
+    def end(self) -> ExchangeOutcome:
         """Ends exchanges whose bytes have arrived: their experts change places. An error leaves every expert in one."""
-        settled, batch = Settled(), self._batch
+        settled, batch = ExchangeOutcome(), self._batch
         if batch is None:
             return settled
         ended = batch.turn.run(self._tail_seconds)
@@ -236,7 +236,7 @@ class LiveExchange:
             self._close(batch, settled)
         return settled
 
-    def _note(self, batch: _Batch, settled: Settled) -> None:
+    def _note(self, batch: _Batch, settled: ExchangeOutcome) -> None:
         """Notes the batch's failures in `settled`."""
         for index, fate, keeps_stage, ends_layer, why in batch.turn.troubles():
             exchange = batch.exchanges[index]
@@ -251,7 +251,7 @@ class LiveExchange:
                 self._free.append(batch.stages[index])
             _tell(exchange, fate, why, settled)
 
-    def _close(self, batch: _Batch, settled: Settled) -> None:
+    def _close(self, batch: _Batch, settled: ExchangeOutcome) -> None:
         self._moved += batch.turn.bytes_given
         self._seconds += batch.turn.seconds
         self._late += batch.turn.late_seconds
@@ -275,7 +275,7 @@ def _moving(layers: Sequence[LiveLayer | None]) -> _core.MovingLayers:
     return moving
 
 
-def _tell(exchange: Exchange, fate: str, why: str, settled: Settled) -> None:
+def _tell(exchange: Exchange, fate: str, why: str, settled: ExchangeOutcome) -> None:
     layer, slot, leaving, coming = exchange
     if fate == "stranded":
         _log.error("slot %d of MoE layer %d on the GPU is lost: %s", slot, layer, why)

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from tandem import _core
 from tandem.errors import EngineError
 from tandem.experts.live.cost import READS_PER_EXCHANGE
-from tandem.experts.live.exchange import LiveExchange, Settled
+from tandem.experts.live.exchange import ExchangeOutcome, LiveExchange
 from tandem.experts.live.policy import LivePolicy
 from tandem.experts.live.virtual import Exchange
 from tandem.experts.usage.expert_usage import Change, Changes, Counted
@@ -246,13 +246,13 @@ class LiveExperts:
         if self._made > REMEMBERED:
             self._spent, self._made = self._spent * REMEMBERED / self._made, REMEMBERED
 
-    def _move(self, what: Callable[[], Settled]) -> None:
+    def _move(self, what: Callable[[], ExchangeOutcome]) -> None:
         settled = what()
         self._settle(settled)
         self._made += len(settled.done)
         self._exchanges += len(settled.done)
 
-    def _settle(self, settled: Settled) -> None:
+    def _settle(self, settled: ExchangeOutcome) -> None:
         self._made_last += settled.done
         for exchange in settled.dropped:
             self._policy.dropped(exchange)
@@ -275,6 +275,6 @@ class LiveExperts:
         self._usage.note()
 
 
-def _changes(settled: Settled) -> list[Change]:
+def _changes(settled: ExchangeOutcome) -> list[Change]:
     departures = [(layer, leaving, False) for layer, _, leaving, _ in (*settled.done, *settled.stranded)]
     return departures + [(layer, coming, True) for layer, _, _, coming in settled.done]

@@ -1,4 +1,5 @@
-"""`Bus`: copies from CPU memory to the GPU on a stream of their own, in their order; `CudaBus` does it."""
+"""`CopyStream`: copies from CPU memory to the GPU on a stream of their own, in their order; `CudaCopyStream` does
+it."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from tandem.errors import EngineError
 from tandem.experts.live.copies import CudaCopies, driver_functions
 
 
-class Bus(Protocol):
+class CopyStream(Protocol):
     """A mark is a moment in what one side was given to do; None: the beginning."""
 
     def copy(self, source: int, target: int, nbytes: int) -> None:
@@ -39,7 +40,7 @@ class Bus(Protocol):
         ...
 
 
-class CudaBus:
+class CudaCopyStream:
     """DMA beside the GPU's kernels."""
 
     def __init__(self, device: torch.device, held: CudaCopies | None = None, copy: int = 0) -> None:

@@ -15,7 +15,7 @@ from tandem.kernels.gpu import pinned
 UNKNOWN = -1  # no number of moves
 
 
-class Keyed(Protocol):
+class StreamableLayer(Protocol):
     """A layer some of whose experts are in CPU memory."""
 
     @property
@@ -50,7 +50,7 @@ class KeyTables:
         ranks[places] = np.arange(len(places), dtype=np.int32)
         self._ranks[layer], self._told = ranks, {}
 
-    def look(self, layers: Sequence[Keyed | None], moves: int | None) -> None:
+    def look(self, layers: Sequence[StreamableLayer | None], moves: int | None) -> None:
         """Who is where. moves: changes when experts have changed places; None: they may be doing so."""
         if moves is not None and moves == self._seen_moves:
             return
@@ -60,7 +60,7 @@ class KeyTables:
                 self.places[index, : len(places)] = places
         self._seen_moves, self._told = moves, {}
 
-    def tell(self, layers: Sequence[Keyed | None], counts: Mapping[int, int]) -> None:
+    def tell(self, layers: Sequence[StreamableLayer | None], counts: Mapping[int, int]) -> None:
         """The first `counts[layer]` places travel. The step before has ended, so the image is free."""
         if self._told == counts:
             return

@@ -7,7 +7,7 @@ from time import perf_counter
 
 import torch
 
-from tandem.experts.streaming.copy_stream import Bus
+from tandem.experts.streaming.copy_stream import CopyStream
 from tandem.experts.streaming.stream import StreamedLayer, place_of
 from tandem.kernels.packed.experts import PackedExperts
 from tandem.planner.forecast.stream_rates import StreamRates
@@ -18,7 +18,7 @@ REPEATS = 2  # after one that warms up; the best counts
 
 
 def measured_rates(
-    layers: Sequence[StreamedLayer], ring: StagingRing, bus: Bus, device: torch.device, top_k: int
+    layers: Sequence[StreamedLayer], ring: StagingRing, bus: CopyStream, device: torch.device, top_k: int
 ) -> StreamRates:
     """Rates of layers that have experts in CPU memory. `least_rows` is left for the caller."""
     largest = max(layers, key=lambda layer: layer.cpu.loaded)

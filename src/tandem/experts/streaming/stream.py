@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from tandem.errors import EngineError
-from tandem.experts.streaming.copy_stream import Bus
+from tandem.experts.streaming.copy_stream import CopyStream
 from tandem.experts.streaming.key_tables import KeyTables
-from tandem.experts.streaming.transfer_order import TravelOrder
-from tandem.experts.streaming.transfers import Deliveries, Run
+from tandem.experts.streaming.transfer_order import TransferOrder
+from tandem.experts.streaming.transfers import Run, Transfers
 from tandem.kernels.gpu.expert_rows import ExpertActivation
 from tandem.kernels.gpu.experts import GpuExperts, PartialSums
 from tandem.kernels.gpu.panels import Panels
@@ -132,7 +132,7 @@ class PendingCounts(Protocol):
         ...
 
 
-class Followed(NamedTuple):
+class StreamReadings(NamedTuple):
     """Readings that the stream takes before a step. moves: changes when experts have changed places, None while they
     may be changing; served: seconds that the CPU has computed experts since the start. ask: for the rows of each
     expert, in the order of what the GPU computes."""
@@ -149,18 +149,18 @@ class ExpertStream:
         self,
         layers: Sequence[StreamedLayer | None],
         ring: StagingRing,
-        bus: Bus,
+        bus: CopyStream,
         rates: StreamRates,
         device: torch.device,
-        followed: Followed = Followed(),
+        followed: StreamReadings = StreamReadings(),
     ) -> None:
         """layers: None for those without experts in CPU memory. The device is the memory's."""
         self._layers, self.rates, self._followed = layers, rates, followed
         width = max(layer.cpu.num_experts for layer in layers if layer)
         self._tables = KeyTables(len(layers), width, device)
-        self._order = TravelOrder(layers)
+        self._order = TransferOrder(layers)
         self._asked: PendingCounts | None = None  # after the last step in which experts travelled
-        self.deliveries = Deliveries(layers, ring, bus, device)
+        self.deliveries = Transfers(layers, ring, bus, device)
         self.holds_layers = ring.holds(max(layer.places for layer in layers if layer is not None))
         """Whether the ring holds all that a layer waits for, and the bus can go on meanwhile."""
         self._cuts: Cuts | None = None  # while graphs of layers are captured
@@ -168,7 +168,7 @@ class ExpertStream:
         self.counts: dict[int, int] = {}
         """How many places of each layer travel in this step; empty: none does."""
         self._last: tuple[int, float] | None = None  # rows of the step before, and its share
-        self._served = 0.0  # what `Followed.served` said before it
+        self._served = 0.0  # what `StreamReadings.served` said before it
 
     @property
     def step_seconds(self) -> float:

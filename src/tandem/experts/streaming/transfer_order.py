@@ -1,4 +1,4 @@
-"""`TravelOrder`: who travels first. Those that had most rows lately; so the CPU has those with few."""
+"""`TransferOrder`: who travels first. Those that had most rows lately; so the CPU has those with few."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tandem.experts.streaming.key_tables import Keyed
+from tandem.experts.streaming.key_tables import StreamableLayer
 
 NEWEST = 0.5  # of what is known, that one step tells
 WORSE = 0.02  # of a layer's rows, too many for the CPU, before its order changes: copies are listed anew then
@@ -18,10 +18,10 @@ Places = npt.NDArray[np.int32]
 Shares = npt.NDArray[np.float64]
 
 
-class TravelOrder:
+class TransferOrder:
     """Order in which the places of all layers travel. It learns between steps, from counts since the start."""
 
-    def __init__(self, layers: Sequence[Keyed | None]) -> None:
+    def __init__(self, layers: Sequence[StreamableLayer | None]) -> None:
         self._layers = layers
         self._seen: npt.NDArray[np.int64] | None = None
         self._lately: Shares | None = None  # [layers, experts]: of a layer's rows

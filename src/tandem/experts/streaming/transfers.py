@@ -1,4 +1,4 @@
-"""`Deliveries`: parts of layers on their way through a ring of places on the GPU, in the order in which layers run.
+"""`Transfers`: parts of layers on their way through a ring of places on the GPU, in the order in which layers run.
 
 A copy is given before its part of the ring is free: the bus waits for the GPU's marks by itself.
 """
@@ -15,14 +15,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tandem.experts.streaming.copy_stream import Bus
+from tandem.experts.streaming.copy_stream import CopyStream
 from tandem.spec.gpu_scratch import StagingRing
 
 Run = tuple[int, int, int]
 """Where copied from, where to in a part of the ring, and bytes."""
 
 
-class Travelling(Protocol):
+class Transferable(Protocol):
     """A layer's experts in CPU memory."""
 
     @property
@@ -34,7 +34,7 @@ class Travelling(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Delivery:
+class _Transfer:
     """Places of a layer in one part of the ring: `count` of them, from `first` on."""
 
     layer: int
@@ -42,19 +42,19 @@ class _Delivery:
     count: int
 
 
-class Deliveries:
+class Transfers:
     """Deliveries of one step at a time. They have numbers; part number % parts of the ring is theirs."""
 
     def __init__(
-        self, layers: Sequence[Travelling | None], ring: StagingRing, bus: Bus, device: torch.device
+        self, layers: Sequence[Transferable | None], ring: StagingRing, bus: CopyStream, device: torch.device
     ) -> None:
         self._layers, self._ring, self._bus = layers, ring, bus
         self._memory = torch.empty(ring.nbytes, dtype=torch.uint8, device=device)
         self._order: dict[int, npt.NDArray[np.int32]] = {}  # of a layer's places
-        self._runs: dict[int, dict[_Delivery, list[Run]]] = {}  # of a layer, in this order; places never move
+        self._runs: dict[int, dict[_Transfer, list[Run]]] = {}  # of a layer, in this order; places never move
         self._free: list[object] = [None] * ring.parts  # marks: the part was unpacked
         self._arrived: list[object] = [None] * ring.parts
-        self._list: list[_Delivery] = []
+        self._list: list[_Transfer] = []
         self._of: dict[int, range] = {}
         self._counts: Mapping[int, int] = {}
         self._given = self.taken = 0
@@ -69,7 +69,7 @@ class Deliveries:
         for layer, count in counts.items():
             first, each = len(self._list), self._ring.experts
             count = _of(self._layers, layer).places if whole else count
-            self._list += [_Delivery(layer, i, min(each, count - i)) for i in range(0, count, each)]
+            self._list += [_Transfer(layer, i, min(each, count - i)) for i in range(0, count, each)]
             self._of[layer] = range(first, len(self._list))
         self._given = self.taken = 0
         for _ in range(self._ring.parts):
@@ -135,7 +135,7 @@ class Deliveries:
             self.bytes += nbytes
         self._arrived[turn] = self._bus.copies_given()
 
-    def _runs_of(self, delivery: _Delivery) -> list[Run]:
+    def _runs_of(self, delivery: _Transfer) -> list[Run]:
         runs = self._runs.setdefault(delivery.layer, {})
         if delivery not in runs:
             layer, first = _of(self._layers, delivery.layer), delivery.first
@@ -144,7 +144,7 @@ class Deliveries:
         return runs[delivery]
 
 
-def _of(layers: Sequence[Travelling | None], index: int) -> Travelling:
+def _of(layers: Sequence[Transferable | None], index: int) -> Transferable:
     layer = layers[index]
     assert layer is not None
     return layer

@@ -1,7 +1,7 @@
 """`ExpertUsage`: how many tokens each routed expert got, and in how many steps it was read.
 
-`Ops.route` adds to arrays that stay where the operations run (`kernels.ops.Tally`), so counting takes part in recorded
-steps and CUDA graphs and waits for nothing. They are only read when somebody asks: on a GPU that is a copy.
+`Ops.route` adds to arrays that stay where the operations run (`kernels.ops.ExpertCounts`), so counting takes part in
+recorded steps and CUDA graphs and waits for nothing. They are only read when somebody asks: on a GPU that is a copy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tandem.kernels.ops import Tally
+from tandem.kernels.ops import ExpertCounts
 
 _TOKENS, _READS, _SEEN = range(3)
 KEPT = 16  # buffers of counts that were asked for: so many may be waited for
@@ -135,7 +135,7 @@ class ExpertUsage:
         self._buffers: deque[CopiedCounts] = deque()
         self.copy: Copy | None = None  # None: PyTorch's, which takes longer
         # Experts that a pass has seen, and all before it; how many of its rows count, and where its layers do.
-        self._beside: tuple[Tensor, Tensor, Tensor | None, list[Tally]] | None = None
+        self._beside: tuple[Tensor, Tensor, Tensor | None, list[ExpertCounts]] | None = None
         self.expert_bytes = torch.zeros(layers, dtype=torch.int64)
         self.swaps = 0
         self.swap_rests = 0  # how often live placement went home because it did not pay
@@ -145,10 +145,10 @@ class ExpertUsage:
         """MoE layers, experts."""
         return self._arrays.shape[1], self._arrays.shape[2]
 
-    def tally(self, layer: int) -> Tally:
+    def tally(self, layer: int) -> ExpertCounts:
         """Where the layer-th MoE layer counts."""
         chosen = None if self._chosen is None else self._chosen[layer]
-        return Tally(self._arrays[_TOKENS, layer], self._arrays[_SEEN, layer], chosen, self._rows)
+        return ExpertCounts(self._arrays[_TOKENS, layer], self._arrays[_SEEN, layer], chosen, self._rows)
 
     def weigh(self, layer: int, expert_bytes: int) -> None:
         """How many bytes reading an expert of this layer takes."""
@@ -165,14 +165,14 @@ class ExpertUsage:
         else:
             self._rows.fill_(rows)
 
-    def overlap_tallies(self, rows: int) -> list[Tally]:
+    def overlap_tallies(self, rows: int) -> list[ExpertCounts]:
         """Where the layers of a pass of so many rows count that steps overtake. One pass at a time."""
         if self._beside is None:
             with torch.inference_mode(False):  # a pass begins in it, and may end elsewhere
                 marks, passed = torch.zeros_like(self._arrays[_SEEN]), torch.zeros_like(self._arrays[_SEEN])
                 limit = None if self._rows is None else torch.zeros_like(self._rows)
                 each = zip(self._arrays[_TOKENS], marks, strict=True)
-                self._beside = marks, passed, limit, [Tally(tokens, own, None, limit) for tokens, own in each]
+                self._beside = marks, passed, limit, [ExpertCounts(tokens, own, None, limit) for tokens, own in each]
         _, _, limit, tallies = self._beside
         if limit is not None:
             limit.fill_(rows)

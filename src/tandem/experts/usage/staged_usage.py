@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tandem.experts.usage.expert_usage import CopiedCounts, ExpertUsage, UsageTotals
-from tandem.kernels.ops import Tally
+from tandem.kernels.ops import ExpertCounts
 
 
 class StageCounts:
@@ -38,7 +38,7 @@ class StagedUsage(ExpertUsage):
         super().__init__(layers, experts, gpu_experts=gpu_experts)
         self._parts = list(parts)
 
-    def tally(self, layer: int) -> Tally:
+    def tally(self, layer: int) -> ExpertCounts:
         for part in self._parts:
             if layer < part.shape[0]:
                 return part.tally(layer)

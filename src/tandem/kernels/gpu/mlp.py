@@ -163,7 +163,7 @@ class GpuMLP:
         return [SureRead(self._gate_up), SureRead(self._down)]
 
     def begin(self, x: Tensor) -> Callable[[], Tensor]:
-        """As `Beginning`."""
+        """As `EarlyDense`."""
         gate_up = self._gate_up
         activations = gate_up.activated(x, self._activation, True) if isinstance(gate_up, Activating) else None
         return partial(self, x) if activations is None else partial(self._down, activations)

@@ -10,11 +10,11 @@ from torch import Tensor
 from tandem.architectures.names import Names
 from tandem.kernels.ops import SureRead
 from tandem.mechanisms.channel_delta.shape import ChannelDelta
-from tandem.mechanisms.channel_delta.torch import ChannelFolds, ChannelGates, ChannelWeights
+from tandem.mechanisms.channel_delta.torch import ChannelGates, ChannelStateUpdates, ChannelWeights
 from tandem.mechanisms.recurrence.torch import taps_of
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
-from tandem.models.passing import Pass, States
+from tandem.models.passing import ForwardState, States
 from tandem.planner.ranks.cut import shard_of
 
 PARTS = ("q", "k", "v")
@@ -34,7 +34,7 @@ class ChannelDeltaNet:
         """name: of the module that holds the projections."""
         s, hidden, name, share = shape, b.config.hidden, name + ".", shard_of(b.config, shape).share
         inner = share(s.inner)
-        self.folds: ChannelFolds = b.ops.bound(shape)
+        self.folds: ChannelStateUpdates = b.ops.bound(shape)
         in_memory = f"{name}forget_gate.dt_bias" in b.checkpoint  # as Transformers has it
         forget = f"{name}forget_gate." if in_memory else name
         self.qkv = b.linear([f"{name}{part}_proj" for part in PARTS], [inner] * 3, hidden)
@@ -47,7 +47,7 @@ class ChannelDeltaNet:
     def reads(self) -> list[SureRead]:
         return [*sure_reads(self.qkv), *self.gates.reads(), *sure_reads(self.out)]
 
-    def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
+    def __call__(self, x: Tensor, p: ForwardState, states: States) -> Tensor:
         ((ring,), (memory,)) = states
         mixed = self.folds.convolved(self.qkv(x), p, ring, self.taps)
         return self.out(self.folds.corrected(mixed, self.gates(x), p, memory, self.weights))

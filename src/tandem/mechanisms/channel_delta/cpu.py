@@ -8,11 +8,11 @@ from torch import Tensor
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.step_rows import StepContext
 from tandem.mechanisms.channel_delta.torch import ChannelGates, ChannelWeights
-from tandem.mechanisms.recurrence.cpu import CpuFolds
+from tandem.mechanisms.recurrence.cpu import CpuStateUpdates
 
 
-class CpuChannelFolds(CpuFolds):
-    """`ChannelFolds`."""
+class CpuChannelStateUpdates(CpuStateUpdates):
+    """`ChannelStateUpdates`."""
 
     def corrected(
         self, mixed: Tensor, gates: ChannelGates, step: StepContext, memory: Tensor, weights: ChannelWeights
@@ -25,5 +25,5 @@ class CpuChannelFolds(CpuFolds):
         return out
 
 
-def bound(ops: CpuOps, shape: object) -> CpuChannelFolds:
-    return CpuChannelFolds(ops)
+def bound(ops: CpuOps, shape: object) -> CpuChannelStateUpdates:
+    return CpuChannelStateUpdates(ops)

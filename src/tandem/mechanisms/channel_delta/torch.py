@@ -11,7 +11,7 @@ from torch import Tensor
 from tandem.kernels.step_rows import StepContext
 from tandem.mechanisms.delta_net.torch import UNIT_EPS
 from tandem.mechanisms.recurrence.tokens import RecurrentTokens
-from tandem.mechanisms.recurrence.torch import Folds, TorchFolds
+from tandem.mechanisms.recurrence.torch import StateUpdates, TorchStateUpdates
 
 
 class ChannelGates(NamedTuple):
@@ -33,8 +33,8 @@ class ChannelWeights(NamedTuple):
     floor: float = 0.0
 
 
-class ChannelFolds(Folds, Protocol):
-    """`Folds` of delta nets whose channels decay apart."""
+class ChannelStateUpdates(StateUpdates, Protocol):
+    """`StateUpdates` of delta nets whose channels decay apart."""
 
     def corrected(
         self, mixed: Tensor, gates: ChannelGates, step: StepContext, memory: Tensor, weights: ChannelWeights
@@ -44,8 +44,8 @@ class ChannelFolds(Folds, Protocol):
         ...
 
 
-class TorchChannelFolds(TorchFolds):
-    """`ChannelFolds` in plain torch."""
+class TorchChannelStateUpdates(TorchStateUpdates):
+    """`ChannelStateUpdates` in plain torch."""
 
     def corrected(
         self, mixed: Tensor, gates: ChannelGates, step: StepContext, memory: Tensor, weights: ChannelWeights
@@ -82,5 +82,5 @@ def _unit(x: Tensor) -> Tensor:
     return unit
 
 
-def bound(ops: object, shape: object) -> ChannelFolds:
-    return TorchChannelFolds()
+def bound(ops: object, shape: object) -> ChannelStateUpdates:
+    return TorchChannelStateUpdates()

@@ -10,7 +10,7 @@ from tandem.mechanisms.delta_net.shape import DeltaRule
 from tandem.mechanisms.delta_net.torch import DeltaOperator, DeltaState, DeltaWeights, Product
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
-from tandem.models.passing import Pass, States
+from tandem.models.passing import ForwardState, States
 from tandem.planner.ranks.cut import shard_of
 from tandem.spec.shard import Share, Size
 
@@ -35,7 +35,7 @@ class DeltaNet:
     def reads(self) -> list[SureRead]:
         return sure_reads(self.projected, self.gates, self.out)
 
-    def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
+    def __call__(self, x: Tensor, p: ForwardState, states: States) -> Tensor:
         answers = self.delta(self.projected(x), Product(x, self.gates), p.batch, DeltaState(*states[0]))
         return self.out(answers)
 

@@ -12,7 +12,7 @@ from tandem.kernels.ops import MLP, SureRead
 from tandem.mechanisms.dense.shape import Dense
 from tandem.models.builder import Builder
 from tandem.models.names import mlp_matrices, ungated
-from tandem.models.passing import Pass, States
+from tandem.models.passing import ForwardState, States
 from tandem.planner.ranks.cut import shard_of
 
 
@@ -25,7 +25,7 @@ class DenseBlock:
     def reads(self) -> list[SureRead]:
         return self.mlp.reads()
 
-    def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
+    def __call__(self, x: Tensor, p: ForwardState, states: States) -> Tensor:
         return self.mlp(x)
 
 

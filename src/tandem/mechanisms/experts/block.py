@@ -13,16 +13,16 @@ from torch import Tensor
 from tandem.architectures.names import Names
 from tandem.experts import ExpertMatrices, RoutedExperts
 from tandem.formats.cut import columns_of, rows_of
-from tandem.kernels.joined import AfterNorm, Beginning
+from tandem.kernels.joined import AfterNorm, EarlyDense
 from tandem.kernels.ops import MLP, Addend, Linear, Routing, SureRead
 from tandem.mechanisms.dense.block import dense_mlp
-from tandem.mechanisms.experts.shape import Beside, Moe
+from tandem.mechanisms.experts.shape import Moe, ParallelDense
 from tandem.mechanisms.router.torch import Route
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.names import expert_biases, expert_matrices, mlp_matrices, ungated
 from tandem.models.operator import Routed
-from tandem.models.passing import Pass, States
+from tandem.models.passing import ForwardState, States
 from tandem.planner.ranks.cut import shard_of
 from tandem.spec.model_config import moe_index
 
@@ -57,7 +57,7 @@ class MoEBlock(Routed):
             self.shared = dense_mlp(b, layer + names.shared, shape.shared)
         # What x is multiplied with first, if its norm may be a part of that. Here, as protocols take long to look up.
         self.first = None if self.router.float32_logits or not isinstance(self.gate, AfterNorm) else self.gate
-        self._begin = self.shared.begin if isinstance(self.shared, Beginning) else None
+        self._begin = self.shared.begin if isinstance(self.shared, EarlyDense) else None
 
     def reads(self) -> list[SureRead]:
         """Weights in the order of `__call__`."""
@@ -65,7 +65,7 @@ class MoEBlock(Routed):
         return routed + ([] if self.shared is None else self.shared.reads())
 
     def __call__(
-        self, x: Tensor, p: Pass, states: States, host_work: Callable[[], None] | None = None
+        self, x: Tensor, p: ForwardState, states: States, host_work: Callable[[], None] | None = None
     ) -> Tensor:
         """host_work: called while others compute."""
         (logits, gate), named = self._split(p.product(self.gate, x) if self.first else self._product(x)), self._named(p)
@@ -83,7 +83,7 @@ class MoEBlock(Routed):
             return routed
         return self.ops.gated(shared, gate, routed)
 
-    def foresee(self, x: Tensor, p: Pass) -> None:
+    def foresee(self, x: Tensor, p: ForwardState) -> None:
         """x: about what the next call will be given. Tells the experts who would be chosen; nobody is counted."""
         places, named = self.experts.places, self._named(p)
         self.experts.hint(
@@ -104,7 +104,7 @@ class MoEBlock(Routed):
             return None
         return partial(self.shared, x) if self._begin is None else self._begin(x)
 
-    def _routed(self, logits: Tensor, p: Pass, named: Tensor | None) -> Routing:
+    def _routed(self, logits: Tensor, p: ForwardState, named: Tensor | None) -> Routing:
         """Counts who is chosen."""
         places = self.experts.places
         tally = self.tally if p.tallies is None else p.tallies[self.number]
@@ -113,7 +113,7 @@ class MoEBlock(Routed):
             return routing
         return routing._replace(weights=routing.weights * self.scales[routing.ids.long()])
 
-    def _named(self, p: Pass) -> Tensor | None:
+    def _named(self, p: ForwardState) -> Tensor | None:
         """The experts that a table names for each token, int32 [T, k]."""
         return None if self.table is None else self.table[p.batch.input_ids]
 
@@ -136,7 +136,7 @@ class ExpertsBeside(MoEBlock):
     first = None
     sums_itself = True
 
-    def __init__(self, b: Builder, index: int, shape: Moe, dense: Beside, names: Names) -> None:
+    def __init__(self, b: Builder, index: int, shape: Moe, dense: ParallelDense, names: Names) -> None:
         super().__init__(b, index, shape, names)
         layer, hidden, norm = names.at(index), b.config.hidden, dense.norm
         self.eps = norm.eps
@@ -149,7 +149,7 @@ class ExpertsBeside(MoEBlock):
         return super().reads() + self.dense.reads()
 
     def __call__(
-        self, x: Tensor, p: Pass, states: States, host_work: Callable[[], None] | None = None
+        self, x: Tensor, p: ForwardState, states: States, host_work: Callable[[], None] | None = None
     ) -> Tensor:
         routing = self._routed(self._logits(self._router_input(p))[0], p, self._named(p))
         ticket = self.experts.submit(self.ops.rms_norm(p.residual, self.experts_norm, self.eps), routing)
@@ -162,10 +162,10 @@ class ExpertsBeside(MoEBlock):
     def _summed(self, rows: Tensor) -> Tensor:
         return rows if self.ops.group is None else self.ops.group.sum(rows)
 
-    def foresee(self, x: Tensor, p: Pass) -> None:
+    def foresee(self, x: Tensor, p: ForwardState) -> None:
         super().foresee(self._router_input(p), p)
 
-    def _router_input(self, p: Pass) -> Tensor:
+    def _router_input(self, p: ForwardState) -> Tensor:
         """Router input: the normed residual."""
         return self.ops.rms_norm(p.residual, self.router_norm, self.eps)
 

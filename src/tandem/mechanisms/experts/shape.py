@@ -38,7 +38,7 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class ParallelDense:
     """A dense feed-forward that takes a block's input, while router and experts take the residual behind norms of their
     own. Its result and theirs pass a norm each before they are added. The router's norm has `factor` in its weights.
     """
@@ -60,7 +60,7 @@ class Moe:
     experts: Experts
     shared: Dense | None = None
     shared_gate: bool = False
-    beside: Beside | None = None
+    beside: ParallelDense | None = None
     apart: bool = False
 
     def with_experts(self, count: int) -> Moe:

@@ -11,7 +11,7 @@ from tandem.kernels.ops import Ops
 from tandem.mechanisms.gated_streams.shape import GatedStreams
 from tandem.mechanisms.gated_streams.torch import GatedMix, GatedWeights, ReturningRows, Shares
 from tandem.models.builder import Builder
-from tandem.models.passing import Pass
+from tandem.models.passing import ForwardState
 from tandem.models.residual import settle
 
 
@@ -21,7 +21,7 @@ class GatedResidual:
 
     mix: GatedMix
 
-    def enter(self, p: Pass, norm: Tensor, eps: float, first: AfterNorm | None = None) -> Tensor:
+    def enter(self, p: ForwardState, norm: Tensor, eps: float, first: AfterNorm | None = None) -> Tensor:
         leaving = ReturningRows(p.pending, p.mix) if p.pending is not None and isinstance(p.mix, Shares) else None
         if leaving is None:
             settle(p)
@@ -39,7 +39,7 @@ class WholeStreams:
 
     mix: GatedMix
 
-    def enter(self, p: Pass, norm: Tensor, eps: float, first: AfterNorm | None = None) -> Tensor:
+    def enter(self, p: ForwardState, norm: Tensor, eps: float, first: AfterNorm | None = None) -> Tensor:
         """[T, n, hidden]."""
         settle(p)
         return self.peek(p.residual, norm, eps)

@@ -13,7 +13,7 @@ from tandem.mechanisms.grouped_query.shape import Gqa
 from tandem.mechanisms.mean_index.block import BlockChoice
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
-from tandem.models.passing import Pass, States
+from tandem.models.passing import ForwardState, States
 from tandem.planner.ranks.cut import shard_of
 from tandem.spec.shard import Size
 
@@ -58,7 +58,7 @@ class Attention:
         choice = [] if self.choice is None else self.choice.reads()
         return [*choice, *sure_reads(self.qkv, *([] if self.own_gate is None else [self.own_gate]), self.out)]
 
-    def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
+    def __call__(self, x: Tensor, p: ForwardState, states: States) -> Tensor:
         s, (k_pages, v_pages) = self.shape, states[0]
         qkv, norms = self.qkv(x), HeadNorms(self.q_norm, self.k_norm, self.shape.norm.eps)
         batch = p.batch if s.sees_all else p.batch.windowed

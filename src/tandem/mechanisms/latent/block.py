@@ -15,7 +15,7 @@ from tandem.mechanisms.latent.shape import Latent, QueryScale
 from tandem.mechanisms.token_index.block import PooledChoice, TokenChoice
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
-from tandem.models.passing import Pass, States
+from tandem.models.passing import ForwardState, States
 from tandem.planner.ranks.cut import shard_of
 
 
@@ -49,7 +49,7 @@ class LatentAttention:
         gate = [] if self.gate is None else [self.gate]
         return [*down, *choice, *sure_reads(self.query, self.kv_down, *gate, self.out)]
 
-    def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
+    def __call__(self, x: Tensor, p: ForwardState, states: States) -> Tensor:
         latents, query_input = states[0][0], self._query_input(x)
         chosen = self._chosen(x, query_input, p, states)
         q = self.query(query_input)
@@ -60,7 +60,7 @@ class LatentAttention:
             attended = self.ops.gated(attended, self.gate(x).unflatten(1, (self.shape.heads, -1)))
         return self.out(attended)
 
-    def _chosen(self, x: Tensor, latent: Tensor, p: Pass, states: States) -> SelectedKeys | None:
+    def _chosen(self, x: Tensor, latent: Tensor, p: ForwardState, states: States) -> SelectedKeys | None:
         """Which tokens the rows attend to: this layer's choice, or that of one before it; None: all."""
         index = self.shape.index
         if self.choice is not None:

@@ -11,7 +11,7 @@ from tandem.mechanisms.mean_index.torch import ChooseBlocks, MeanWeights
 from tandem.mechanisms.token_index.pooled import PooledKeys
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
-from tandem.models.passing import Pass, States
+from tandem.models.passing import ForwardState, States
 
 
 class BlockChoice:
@@ -30,7 +30,7 @@ class BlockChoice:
     def reads(self) -> list[SureRead]:
         return sure_reads(self.projected)
 
-    def __call__(self, x: Tensor, p: Pass, cache: States) -> SelectedKeys | None:
+    def __call__(self, x: Tensor, p: ForwardState, cache: States) -> SelectedKeys | None:
         """x [T, hidden], normed; cache: of the layer, keys and values first."""
         (tokens, *_), (ring,), (keys,) = cache
         q, k = self.projected(x).split((self.shape.heads * self.shape.dim, self.shape.dim), 1)

@@ -14,7 +14,7 @@ from tandem.mechanisms.ngrams.torch import Hashes, Ngrams, NgramWeights
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.operator import TakesStreams
-from tandem.models.passing import Pass, States
+from tandem.models.passing import ForwardState, States
 
 
 class NgramBlock(TakesStreams):
@@ -56,7 +56,7 @@ class NgramBlock(TakesStreams):
     def reads(self) -> list[SureRead]:
         return sure_reads(self.projected)
 
-    def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
+    def __call__(self, x: Tensor, p: ForwardState, states: States) -> Tensor:
         """x [T, n, hidden]: the streams, normed -> what each is given, [T, n, hidden]."""
         (ids,), (ring,) = states
         entries = self.ngrams.entries(p.batch, p.rows, ids).to(self.dtype)

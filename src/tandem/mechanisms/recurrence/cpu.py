@@ -1,4 +1,4 @@
-"""`Folds` on the C++ core, token by token: results that no cut changes."""
+"""`StateUpdates` on the C++ core, token by token: results that no cut changes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tandem.mechanisms.recurrence.tokens import RecurrentTokens
 from tandem.mechanisms.recurrence.torch import Taps
 
 
-class CpuFolds:
-    """`Folds`."""
+class CpuStateUpdates:
+    """`StateUpdates`."""
 
     def __init__(self, ops: CpuOps) -> None:
         self._ops, self._view_of = _core.RecurrentOps(ops.pool, ops.tier), ops.view_of
@@ -39,5 +39,5 @@ class CpuFolds:
         return out
 
 
-def bound(ops: CpuOps, shape: object) -> CpuFolds:
-    return CpuFolds(ops)
+def bound(ops: CpuOps, shape: object) -> CpuStateUpdates:
+    return CpuStateUpdates(ops)

@@ -1,4 +1,4 @@
-"""`Folds`: what layers compute whose memory of a sequence has a constant size, between their projections."""
+"""`StateUpdates`: what layers compute whose memory of a sequence has a constant size, between their projections."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def taps_of(conv: Tensor, bias: Tensor | None) -> Taps:
     return Taps(torch.cat([weights, bias[None]]), biased=True)
 
 
-class Folds(Protocol):
+class StateUpdates(Protocol):
     """A sequence without tokens starts from zeros; a row depends on its own sequence only."""
 
     def convolved(self, new: Tensor, step: StepContext, ring: Tensor, taps: Taps) -> Tensor:
@@ -59,7 +59,7 @@ class Folds(Protocol):
         ...
 
 
-class TorchFolds:
+class TorchStateUpdates:
     """In plain torch: prompts in chunks, rows that correct one by one."""
 
     def convolved(self, new: Tensor, step: StepContext, ring: Tensor, taps: Taps) -> Tensor:
@@ -115,5 +115,5 @@ def _added(whole: RecurrentTokens, piece: slice, memory: Tensor) -> Tensor:
     return answers.transpose(0, 1)
 
 
-def bound(ops: object, shape: object) -> TorchFolds:
-    return TorchFolds()
+def bound(ops: object, shape: object) -> TorchStateUpdates:
+    return TorchStateUpdates()

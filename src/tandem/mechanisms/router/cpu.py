@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tandem import _core
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.ops import Routing, Tally
+from tandem.kernels.ops import ExpertCounts, Routing
 from tandem.mechanisms.router.shape import Router
 from tandem.mechanisms.router.torch import Route, in_torch, route
 
@@ -26,7 +26,7 @@ class CpuRoute:
         logits: Tensor,
         bias: Tensor | None = None,
         shared: int = 0,
-        tally: Tally | None = None,
+        tally: ExpertCounts | None = None,
         places: Tensor | None = None,
         chosen: Tensor | None = None,
     ) -> Routing:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tandem.errors import KernelError
 from tandem.kernels.gpu.overlap import let_next_start, overlapped, wait_for_last
-from tandem.kernels.ops import Routing, Tally
+from tandem.kernels.ops import ExpertCounts, Routing
 from tandem.mechanisms.router.shape import Router
 from tandem.mechanisms.router.torch import Route, in_torch
 from tandem.mechanisms.router.torch import route as plain_route
@@ -120,7 +120,7 @@ def route(
     logits: Tensor,
     bias: Tensor | None = None,
     shared: int = 0,
-    tally: Tally | None = None,
+    tally: ExpertCounts | None = None,
     places: Tensor | None = None,
     chosen: Tensor | None = None,
 ) -> Routing:
@@ -147,7 +147,7 @@ def route(
     return Routing(ids, weights, chosen_places)
 
 
-def _counted(tally: Tally | None, unused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _counted(tally: ExpertCounts | None, unused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if tally is None:
         return unused, unused, unused
     if tally.rows is None or tally.tokens.dtype != torch.int32:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.expert_counts import count_choices
-from tandem.kernels.ops import Routing, Tally
+from tandem.kernels.ops import ExpertCounts, Routing
 from tandem.mechanisms.router.scores import SCORES, Side
 from tandem.mechanisms.router.shape import Router
 
@@ -22,7 +22,7 @@ class Route(Protocol):
         logits: Tensor,
         bias: Tensor | None = None,
         shared: int = 0,
-        tally: Tally | None = None,
+        tally: ExpertCounts | None = None,
         places: Tensor | None = None,
         chosen: Tensor | None = None,
     ) -> Routing:
@@ -46,7 +46,7 @@ def route(
     logits: Tensor,
     bias: Tensor | None = None,
     shared: int = 0,
-    tally: Tally | None = None,
+    tally: ExpertCounts | None = None,
     places: Tensor | None = None,
     chosen: Tensor | None = None,
 ) -> Routing:

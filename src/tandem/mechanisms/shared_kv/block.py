@@ -15,7 +15,7 @@ from tandem.mechanisms.shared_kv.weights import PoolWeights, SharedKvWeights, ow
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.operator import SeesBlocks
-from tandem.models.passing import Pass, States
+from tandem.models.passing import ForwardState, States
 from tandem.planner.ranks.cut import shard_of
 
 COMPRESSOR, INDEX = "compressor.", "compressor.indexer."
@@ -45,7 +45,7 @@ class SharedKvAttention(SeesBlocks):
         optional = (m for m in (self.inputs, self.index_query) if m is not None)
         return sure_reads(self.down, self.query, *optional, self.out)
 
-    def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
+    def __call__(self, x: Tensor, p: ForwardState, states: States) -> Tensor:
         (ring,), *pooled_states = states
         pooled = tuple(array for arrays in pooled_states for array in arrays)
         return self.out(self.heads(self._projected(x), p.rows, ring, pooled))

@@ -6,11 +6,11 @@ from torch import Tensor
 
 from tandem.architectures.names import Names
 from tandem.kernels.ops import SureRead
-from tandem.mechanisms.recurrence.torch import Folds, taps_of
+from tandem.mechanisms.recurrence.torch import StateUpdates, taps_of
 from tandem.mechanisms.short_conv.shape import ShortConv
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
-from tandem.models.passing import Pass, States
+from tandem.models.passing import ForwardState, States
 from tandem.planner.ranks.cut import shard_of
 
 
@@ -20,7 +20,7 @@ class ShortConvolution:
     def __init__(self, b: Builder, shape: ShortConv, name: str) -> None:
         """name: of the module that holds the projections."""
         hidden, channels = b.config.hidden, shard_of(b.config, shape).share(shape.channels)
-        self.folds: Folds = b.ops.bound(shape)
+        self.folds: StateUpdates = b.ops.bound(shape)
         self.projected = b.linear([f"{name}.in_proj"], [(channels,) * 3], hidden, bias=shape.bias)
         conv = b.float_tensor(f"{name}.conv.weight", channels, 1, shape.taps)[:, 0]
         self.taps = taps_of(conv, b.float_tensor(f"{name}.conv.bias", channels) if shape.bias else None)
@@ -29,7 +29,7 @@ class ShortConvolution:
     def reads(self) -> list[SureRead]:
         return sure_reads(self.projected, self.out)
 
-    def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
+    def __call__(self, x: Tensor, p: ForwardState, states: States) -> Tensor:
         ((ring,),) = states
         return self.out(self.folds.gated(self.projected(x), p, ring, self.taps))
 

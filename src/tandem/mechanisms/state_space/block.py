@@ -8,10 +8,10 @@ from tandem.architectures.names import Names
 from tandem.kernels.ops import SureRead
 from tandem.mechanisms.recurrence.torch import taps_of
 from tandem.mechanisms.state_space.shape import StateSpace
-from tandem.mechanisms.state_space.torch import SpaceFolds, SpaceInputs, SpaceWeights
+from tandem.mechanisms.state_space.torch import SpaceInputs, SpaceStateUpdates, SpaceWeights
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
-from tandem.models.passing import Pass, States
+from tandem.models.passing import ForwardState, States
 from tandem.planner.ranks.cut import shard_of
 
 
@@ -24,7 +24,7 @@ class StateSpaceBlock:
         inner, heads, keys = share(shape.inner), share(shape.heads), share(shape.groups * shape.state)
         mixed = inner, keys, keys
         self.shape = shape
-        self.folds: SpaceFolds = b.ops.bound(shape)
+        self.folds: SpaceStateUpdates = b.ops.bound(shape)
         self.projected = b.linear([name + "in_proj"], [(inner, *mixed, heads)], hidden, bias=shape.bias)
         conv = b.float_tensor(name + "conv1d.weight", mixed, 1, shape.taps)[:, 0]
         self.taps = taps_of(conv, b.float_tensor(name + "conv1d.bias", mixed) if shape.conv_bias else None)
@@ -37,7 +37,7 @@ class StateSpaceBlock:
     def reads(self) -> list[SureRead]:
         return sure_reads(self.projected, self.out)
 
-    def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
+    def __call__(self, x: Tensor, p: ForwardState, states: States) -> Tensor:
         s, ((ring,), (memory,)) = self.shape, states
         projected = self.projected(x)  # no split: a step on a CPU is only recorded where torch computes nothing
         gate, steps = projected[:, : s.inner], projected[:, s.inner + s.channels :]

@@ -6,12 +6,12 @@ from torch import Tensor
 
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.step_rows import StepContext
-from tandem.mechanisms.recurrence.cpu import CpuFolds
+from tandem.mechanisms.recurrence.cpu import CpuStateUpdates
 from tandem.mechanisms.state_space.torch import SpaceInputs, SpaceWeights
 
 
-class CpuSpaceFolds(CpuFolds):
-    """`SpaceFolds`."""
+class CpuSpaceStateUpdates(CpuStateUpdates):
+    """`SpaceStateUpdates`."""
 
     def spaced(self, inputs: SpaceInputs, step: StepContext, memory: Tensor, weights: SpaceWeights) -> Tensor:
         (mixed, gate, steps), (decay, bias, through, norm, groups, eps) = inputs, weights
@@ -22,5 +22,5 @@ class CpuSpaceFolds(CpuFolds):
         return out
 
 
-def bound(ops: CpuOps, shape: object) -> CpuSpaceFolds:
-    return CpuSpaceFolds(ops)
+def bound(ops: CpuOps, shape: object) -> CpuSpaceStateUpdates:
+    return CpuSpaceStateUpdates(ops)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tandem.kernels.step_rows import StepContext
 from tandem.mechanisms.recurrence.tokens import RecurrentTokens
-from tandem.mechanisms.recurrence.torch import Folds, TorchFolds
+from tandem.mechanisms.recurrence.torch import StateUpdates, TorchStateUpdates
 
 
 class SpaceInputs(NamedTuple):
@@ -32,16 +32,16 @@ class SpaceWeights(NamedTuple):
     eps: float
 
 
-class SpaceFolds(Folds, Protocol):
-    """`Folds` of state spaces."""
+class SpaceStateUpdates(StateUpdates, Protocol):
+    """`StateUpdates` of state spaces."""
 
     def spaced(self, inputs: SpaceInputs, step: StepContext, memory: Tensor, weights: SpaceWeights) -> Tensor:
         """[T, H * V], of the gate's type: from the convolution's result to the last projection."""
         ...
 
 
-class TorchSpaceFolds(TorchFolds):
-    """`SpaceFolds` in plain torch."""
+class TorchSpaceStateUpdates(TorchStateUpdates):
+    """`SpaceStateUpdates` in plain torch."""
 
     def spaced(self, inputs: SpaceInputs, step: StepContext, memory: Tensor, weights: SpaceWeights) -> Tensor:
         return space_result(self.folded(space_tokens(inputs, weights), step, memory), inputs, weights)
@@ -65,5 +65,5 @@ def space_result(answers: Tensor, inputs: SpaceInputs, weights: SpaceWeights) ->
     return result
 
 
-def bound(ops: object, shape: object) -> SpaceFolds:
-    return TorchSpaceFolds()
+def bound(ops: object, shape: object) -> SpaceStateUpdates:
+    return TorchSpaceStateUpdates()

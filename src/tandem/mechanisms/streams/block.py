@@ -11,9 +11,9 @@ from torch import Tensor
 from tandem.kernels.joined import AfterNorm
 from tandem.kernels.ops import Ops
 from tandem.mechanisms.streams.shape import Hyper
-from tandem.mechanisms.streams.torch import HyperStreams, HyperWeights, Leaving, RowNorm, StreamMix
+from tandem.mechanisms.streams.torch import HyperStreams, HyperWeights, RowNorm, StreamMix, StreamResult
 from tandem.models.builder import Builder
-from tandem.models.passing import Pass
+from tandem.models.passing import ForwardState
 from tandem.models.residual import settle
 from tandem.spec.state import LANES
 
@@ -26,8 +26,8 @@ class MixedStreams:
     streams: HyperStreams
     last: bool = False
 
-    def enter(self, p: Pass, norm: Tensor, eps: float, first: AfterNorm | None = None) -> Tensor:
-        leaving = Leaving(p.pending, p.mix) if p.pending is not None and isinstance(p.mix, StreamMix) else None
+    def enter(self, p: ForwardState, norm: Tensor, eps: float, first: AfterNorm | None = None) -> Tensor:
+        leaving = StreamResult(p.pending, p.mix) if p.pending is not None and isinstance(p.mix, StreamMix) else None
         rows = RowNorm(norm, eps, self.ops.rms_norm)
         p.residual, x, p.mix = self.streams.advanced(p.residual, leaving, rows, self.last)
         p.pending = None
@@ -47,7 +47,7 @@ class MeanOfStreams:
 
     ops: Ops
 
-    def enter(self, p: Pass, norm: Tensor, eps: float, first: AfterNorm | None = None) -> Tensor:
+    def enter(self, p: ForwardState, norm: Tensor, eps: float, first: AfterNorm | None = None) -> Tensor:
         settle(p)
         return self.peek(p.residual, norm, eps)
 

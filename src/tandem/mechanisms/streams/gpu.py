@@ -11,7 +11,7 @@ from torch import Tensor
 from tandem.kernels.gpu.linear import GpuLinear
 from tandem.kernels.gpu.overlap import begin, let_next_start, overlapped, wait_for_last
 from tandem.mechanisms.streams.shape import Hyper
-from tandem.mechanisms.streams.torch import HyperStreams, HyperWeights, Leaving, RowNorm, StreamMix
+from tandem.mechanisms.streams.torch import HyperStreams, HyperWeights, RowNorm, StreamMix, StreamResult
 
 FEW_ROWS = 16  # up to here the first kernel also multiplies; then cuBLAS reads the matrix once for many rows
 FEW_CHANNELS, MANY_CHANNELS = 64, 1024  # of a program of the first kernel
@@ -129,7 +129,7 @@ class GpuHyperStreams(HyperStreams):
     """`HyperStreams` by two kernels and, for many rows, a product of PyTorch's."""
 
     def advanced(
-        self, streams: Tensor, leaving: Leaving | None, norm: RowNorm, last: bool = False
+        self, streams: Tensor, leaving: StreamResult | None, norm: RowNorm, last: bool = False
     ) -> tuple[Tensor, Tensor, StreamMix | None]:
         streams, products, squares = self._joined(streams.contiguous(), leaving)
         (rows, n, hidden), shape = streams.shape, self.shape
@@ -145,7 +145,7 @@ class GpuHyperStreams(HyperStreams):
         )  # fmt: skip
         return streams, out, None if last else StreamMix(share, mixing)
 
-    def _joined(self, streams: Tensor, leaving: Leaving | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _joined(self, streams: Tensor, leaving: StreamResult | None) -> tuple[Tensor, Tensor, Tensor]:
         """The streams, what the matrix makes of parts of their channels [T, parts, M], and sums of squares
         [T, parts]."""
         project = self.weights.project

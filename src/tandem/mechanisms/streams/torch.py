@@ -45,7 +45,7 @@ class StreamMix(NamedTuple):
         return self.leave(streams, y, self.share, self.mixing)
 
 
-class Leaving(NamedTuple):
+class StreamResult(NamedTuple):
     """A block's result [T, hidden], and how it returns."""
 
     y: Tensor
@@ -70,7 +70,7 @@ class HyperStreams:
         self.shape, self.weights = shape, weights
 
     def advanced(
-        self, streams: Tensor, leaving: Leaving | None, norm: RowNorm, last: bool = False
+        self, streams: Tensor, leaving: StreamResult | None, norm: RowNorm, last: bool = False
     ) -> tuple[Tensor, Tensor, StreamMix | None]:
         """The streams after what is leaving has joined them, a block's normed rows [T, hidden], and how its result
         returns; None where no block follows. The streams given stay as they are."""

@@ -15,7 +15,7 @@ from tandem.mechanisms.token_index.shape import Index
 from tandem.mechanisms.token_index.torch import IndexWeights, TokenIndex
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
-from tandem.models.passing import Arrays, Pass
+from tandem.models.passing import Arrays, ForwardState
 
 
 class TokenChoice:
@@ -33,7 +33,7 @@ class TokenChoice:
     def reads(self) -> list[SureRead]:
         return sure_reads(self.query, self.key, self.gates)
 
-    def __call__(self, x: Tensor, latent: Tensor, p: Pass, cache: Sequence[Arrays]) -> SelectedKeys | None:
+    def __call__(self, x: Tensor, latent: Tensor, p: ForwardState, cache: Sequence[Arrays]) -> SelectedKeys | None:
         """x [T, hidden], normed; latent [T, q_rank], of the queries; cache: of the layer, with the indexer's keys."""
         ((_, keys),) = cache
         return self.index(self.query(latent), self.key(x), self.gates(x, torch.float32), p.batch, keys)
@@ -55,7 +55,7 @@ class PooledChoice:
     def reads(self) -> list[SureRead]:
         return sure_reads(self.query, self.keys, self.gates)
 
-    def __call__(self, x: Tensor, latent: Tensor, p: Pass, cache: Sequence[Arrays]) -> SelectedKeys | None:
+    def __call__(self, x: Tensor, latent: Tensor, p: ForwardState, cache: Sequence[Arrays]) -> SelectedKeys | None:
         """As `TokenChoice`'s."""
         (tokens,), (ring,), (keys,) = cache
         new_keys = self.keys(x)

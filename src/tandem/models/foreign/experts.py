@@ -13,7 +13,7 @@ from tandem.experts import ExpertMatrices, RoutedExperts
 from tandem.formats.codes import Weight, WeightCodes
 from tandem.formats.cut import numbers, rows_of
 from tandem.kernels.expert_counts import count_choices
-from tandem.kernels.ops import Routing, Tally
+from tandem.kernels.ops import ExpertCounts, Routing
 from tandem.models.foreign.names import TensorRecipe, module_of
 from tandem.models.foreign.stored import StoredTensors
 from tandem.models.names import ungated
@@ -25,7 +25,7 @@ class ForeignExperts:
     """Sum over a token's experts, in place of an experts module of Transformers."""
 
     def __init__(
-        self, experts: RoutedExperts, tally: Tally | None, norm: Callable[[Tensor], Tensor] | None
+        self, experts: RoutedExperts, tally: ExpertCounts | None, norm: Callable[[Tensor], Tensor] | None
     ) -> None:
         """norm: of each expert's result, before it is weighed."""
         self._experts, self._tally, self._norm = experts, tally, norm

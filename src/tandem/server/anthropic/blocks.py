@@ -15,7 +15,7 @@ from tandem.server.errors import ApiError
 BETWEEN = "\n\n"  # blocks and turns that become one text
 
 
-class Placed(NamedTuple):
+class PlacedBlock(NamedTuple):
     """where: it stands in the body. sight: what the model takes of it."""
 
     where: str
@@ -23,12 +23,12 @@ class Placed(NamedTuple):
     sight: Sight
 
 
-def content_of(blocks: Iterable[Placed]) -> Content:
+def content_of(blocks: Iterable[PlacedBlock]) -> Content:
     """Raises RequestError, ApiError 400 for what is refused."""
     return joined(map(block_content, blocks), BETWEEN)
 
 
-def block_content(placed: Placed) -> Content:
+def block_content(placed: PlacedBlock) -> Content:
     where, block, sight = placed
     match block.type:
         case "text":
@@ -56,7 +56,7 @@ def _image(block: ContentBlock) -> ImageSource:
     return ImageSource(source.get("url") or source.get("file_id"))
 
 
-def _document(placed: Placed) -> Content:
+def _document(placed: PlacedBlock) -> Content:
     block = placed.block
     source: dict[str, Any] = block.source if isinstance(block.source, dict) else {}
     match source.get("type"):
@@ -82,11 +82,11 @@ def _blocks(content: Any) -> str | list[ContentBlock]:
     ]
 
 
-def _inside(content: str | list[ContentBlock] | None, around: Placed, name: str) -> Content:
+def _inside(content: str | list[ContentBlock] | None, around: PlacedBlock, name: str) -> Content:
     if not isinstance(content, list):
         return content or ""
     where = f"{around.where}.{name}"
-    return content_of(Placed(f"{where}[{i}]", block, around.sight) for i, block in enumerate(content))
+    return content_of(PlacedBlock(f"{where}[{i}]", block, around.sight) for i, block in enumerate(content))
 
 
 def _titled(*titles: str | None, text: Content) -> Content:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from tandem.errors import RequestError
-from tandem.server.anthropic.blocks import BETWEEN, Placed, content_of
+from tandem.server.anthropic.blocks import BETWEEN, PlacedBlock, content_of
 from tandem.server.anthropic.schema import ContentBlock, CountRequest, MessageBody, ToolBody
 from tandem.server.chat.attachments import Sight, refused_turn
 from tandem.server.chat.content import Content, joined, text_of
@@ -52,7 +52,7 @@ def _system(body: CountRequest, sight: Sight) -> list[Message]:
         return []
     if isinstance(body.system, str):
         return [Message("system", body.system)]
-    blocks = [Placed(f"system[{i}]", block, sight) for i, block in enumerate(body.system)]
+    blocks = [PlacedBlock(f"system[{i}]", block, sight) for i, block in enumerate(body.system)]
     # It differs from one conversation to the next, at the very beginning: no prompt would be found in the prefix cache.
     instructions = [placed for placed in blocks if not (placed.block.text or "").startswith(_BILLING)]
     return [Message("system", content_of(instructions))] if instructions else []
@@ -117,13 +117,13 @@ def _role(body: MessageBody) -> str:
     return "tool" if results else body.role
 
 
-def _blocks(body: MessageBody, where: str, sight: Sight) -> list[Placed]:
+def _blocks(body: MessageBody, where: str, sight: Sight) -> list[PlacedBlock]:
     if isinstance(body.content, str):
-        return [Placed(f"{where}.content", ContentBlock("text", body.content), sight)]
-    return [Placed(f"{where}.content[{i}]", block, sight) for i, block in enumerate(body.content)]
+        return [PlacedBlock(f"{where}.content", ContentBlock("text", body.content), sight)]
+    return [PlacedBlock(f"{where}.content[{i}]", block, sight) for i, block in enumerate(body.content)]
 
 
-def _user(blocks: list[Placed], sight: Sight) -> Iterator[Message]:
+def _user(blocks: list[PlacedBlock], sight: Sight) -> Iterator[Message]:
     """Results of tools are messages of their own."""
     for is_result, group in groupby(blocks, key=lambda placed: placed.block.type == "tool_result"):
         if is_result:
@@ -138,7 +138,7 @@ def _result(where: str, block: ContentBlock, sight: Sight) -> Message:
     content: Content
     if isinstance(block.content, list):
         parts = enumerate(block.content)
-        content = content_of(Placed(f"{where}.content[{i}]", part, sight) for i, part in parts)
+        content = content_of(PlacedBlock(f"{where}.content[{i}]", part, sight) for i, part in parts)
     else:
         content = block.content or ""
     if block.is_error and not text_of(content).lower().startswith("error"):
@@ -146,9 +146,9 @@ def _result(where: str, block: ContentBlock, sight: Sight) -> Message:
     return Message("tool", content, tool_call_id=block.tool_use_id)
 
 
-def _assistant(blocks: list[Placed]) -> Iterator[Message]:
+def _assistant(blocks: list[PlacedBlock]) -> Iterator[Message]:
     """Redacted thinking is another server's and tells this model nothing, and so is what that server ran itself."""
-    texts, calls, thoughts = list[Placed](), list[ToolCall](), list[str]()
+    texts, calls, thoughts = list[PlacedBlock](), list[ToolCall](), list[str]()
     for placed in blocks:
         block = placed.block
         match block.type:

@@ -10,7 +10,7 @@ from tandem.server.chat.collect import AnsweredCall, CutCall, SettledEvent
 from tandem.server.chat.conversation import Message, ToolCall
 from tandem.server.chat.events import Finish, ReasoningDelta, TextDelta
 from tandem.server.openai_sampling import new_id
-from tandem.server.responses.tools import Offer, Offered, text_input
+from tandem.server.responses.tools import Offer, OfferedTools, text_input
 
 Event = dict[str, Any]
 
@@ -118,7 +118,7 @@ class Items:
         return {"type": kind, **place, **fields}
 
 
-def _begun(call_id: str, offered: Offered) -> tuple[dict[str, Any], str, str]:
+def _begun(call_id: str, offered: OfferedTools) -> tuple[dict[str, Any], str, str]:
     """A call's item before its input has come, the input's name in it, and that of its events."""
     kind, key = ("custom_tool_call", "input") if offered.custom else ("function_call", "arguments")
     item = {"type": kind, "id": new_id("ctc" if offered.custom else "fc"), "call_id": call_id, "name": offered.name}

@@ -24,7 +24,7 @@ _INPUT: dict[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Offered:
+class OfferedTools:
     """A tool. `name`, `namespace`: the client's. `custom`: its input is a text; the model gives it as an argument."""
 
     tool: Tool
@@ -33,7 +33,7 @@ class Offered:
     custom: bool = False
 
 
-Offer = dict[str, Offered]  # by the model's names
+Offer = dict[str, OfferedTools]  # by the model's names
 
 
 def joined_name(namespace: str | None, name: str) -> str:
@@ -88,7 +88,7 @@ def _syntax(tool: ToolBody) -> str | None:
     return tool.format.syntax if tool.type == "custom" and tool.format is not None else None
 
 
-def _each(tools: Any, path: str, namespace: ToolBody | None) -> Iterator[tuple[str, Offered]]:
+def _each(tools: Any, path: str, namespace: ToolBody | None) -> Iterator[tuple[str, OfferedTools]]:
     for i, tool in enumerate(tools):
         where = f"{path}[{i}]"
         if tool.type == "namespace" and namespace is None:
@@ -107,7 +107,7 @@ def _check_name(tool: ToolBody, where: str) -> None:
         raise RequestError(f"{where}.name is missing", f"{where}.name")
 
 
-def _offered(tool: ToolBody, namespace: ToolBody | None, where: str, first: bool) -> Offered:
+def _offered(tool: ToolBody, namespace: ToolBody | None, where: str, first: bool) -> OfferedTools:
     """Tool as it is offered to the model. A namespace's description stands before its first tool's description."""
     space = namespace.name if namespace else None
     texts = [namespace.description if namespace and first else None, tool.description]
@@ -118,7 +118,7 @@ def _offered(tool: ToolBody, namespace: ToolBody | None, where: str, first: bool
     parameters = _INPUT if custom else tool.parameters
     strict = bool(tool.strict) and not custom
     known = Tool(joined_name(space, name), description, parameters, strict, f"{where}.parameters")
-    return Offered(known, name, space, custom)
+    return OfferedTools(known, name, space, custom)
 
 
 def _format_text(tool: ToolBody) -> str | None:

@@ -7,11 +7,11 @@ from torch import Tensor
 from tandem.kernels.step_rows import StepContext
 from tandem.mechanisms.channel_delta.gpu.channels import keyed, normed
 from tandem.mechanisms.channel_delta.torch import ChannelGates, ChannelWeights
-from tandem.mechanisms.recurrence.gpu.folds import GpuFolds, answered, is_alone
+from tandem.mechanisms.recurrence.gpu.folds import GpuStateUpdates, answered, is_alone
 
 
-class GpuChannelFolds(GpuFolds):
-    """`ChannelFolds`."""
+class GpuChannelStateUpdates(GpuStateUpdates):
+    """`ChannelStateUpdates`."""
 
     def corrected(
         self, mixed: Tensor, gates: ChannelGates, step: StepContext, memory: Tensor, weights: ChannelWeights
@@ -20,5 +20,5 @@ class GpuChannelFolds(GpuFolds):
         return normed(answers, gates.behind, step.rows.copied if is_alone(step.batch, answers) else None, weights)
 
 
-def bound(ops: object, shape: object) -> GpuChannelFolds:
-    return GpuChannelFolds()
+def bound(ops: object, shape: object) -> GpuChannelStateUpdates:
+    return GpuChannelStateUpdates()

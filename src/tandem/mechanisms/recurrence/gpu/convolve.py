@@ -108,9 +108,9 @@ def _prompt_kept(rows, ring, starts, lens, slots, first, stride, ring_stride, CH
 
 
 def convolve(rows: Tensor, step: StepContext, ring: Tensor, taps: Taps, out: Tensor, *, gated: bool) -> None:
-    """rows [T, C], or [T, 3 C] gated: as `Folds.convolved` and `Folds.gated`; the columns lie side by side. ring: its
-    rows do, too. Of sequences that follow each other in one slot, a run is no longer than the ring has places beyond
-    the taps."""
+    """rows [T, C], or [T, 3 C] gated: as `StateUpdates.convolved` and `StateUpdates.gated`; the columns lie side by
+    side. ring: its rows do, too. Of sequences that follow each other in one slot, a run is no longer than the ring has
+    places beyond the taps."""
     batch, (places, channels) = step.batch, ring.shape[1:]
     shape: dict[str, Any] = {"CHANNELS": channels, "PLACES": places, "GATED": gated}
     sequences = len(batch.seq_lens)

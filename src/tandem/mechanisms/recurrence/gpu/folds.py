@@ -1,4 +1,4 @@
-"""`Folds` on a GPU: the recurrence in Triton. Rows that decode go row by row, prompts' rows in chunks."""
+"""`StateUpdates` on a GPU: the recurrence in Triton. Rows that decode go row by row, prompts' rows in chunks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _fold(queries, written, values, decay, beta, out, memory, starts, lens, slot
     tl.store(at, state, inside)
 
 
-class GpuFolds:
+class GpuStateUpdates:
     """The last bits of a prompt's rows depend on where its chunks begin."""
 
     def convolved(self, new: Tensor, step: StepContext, ring: Tensor, taps: Taps) -> Tensor:
@@ -113,5 +113,5 @@ def _row_by_row(tokens: RecurrentTokens, batch: KernelBatch, sequences: int, mem
     )  # fmt: skip
 
 
-def bound(ops: object, shape: object) -> GpuFolds:
-    return GpuFolds()
+def bound(ops: object, shape: object) -> GpuStateUpdates:
+    return GpuStateUpdates()

@@ -19,7 +19,7 @@ ELEMENTS = 2048  # of an entry that is being closed, for a program: all its toke
 LEAST_CHANNELS = 16  # two bytes each: less than 32 bytes are not read at a time
 
 
-class Entered(NamedTuple):
+class IndexQueryRows(NamedTuple):
     """Query of an index, if there is one: turned queries [T, Hi * Di], and weights of heads, float32 [T, Hi]. arrived
     int32 [T, 2]: zeros, for `close`."""
 
@@ -172,13 +172,13 @@ def _close(input_ring, fresh, bias, norm, pages, index_bias, index_norm, index_p
 
 def enter(
     p: Projected, rows: StepRows, shape: SharedKv, weights: SharedKvWeights, ring: Tensor, kept: Tensor | None
-) -> Entered:
+) -> IndexQueryRows:
     """Turns queries in place; key and inputs go into their rings."""
     pool, count = shape.pool, len(p.q)
     index = None if pool is None else pool.index
     heads, dim = (0, 2) if index is None else (index.heads, index.dim)
     weights_of_heads = p.q.new_empty((count, heads), dtype=torch.float32)
-    entered = Entered(
+    entered = IndexQueryRows(
         p.q.new_empty(count, heads * dim),
         weights_of_heads,
         rows.slots.new_empty((count, 2), dtype=torch.int32),
