@@ -65,7 +65,7 @@ def test_a_recorded_stream_is_split_into_before_and_now(tmp_path: Path) -> None:
         ({"shares": (0.5, 1.1)}, "percentages from 0 to 100"),
         ({"shares": (float("nan"),)}, "percentages from 0 to 100"),
         ({"fmt": "INT3"}, "--format INT3: give BF16"),
-        ({"routing": "zip"}, "--routing zip: give zipf, uniform, adversarial"),
+        ({"routing": "zip"}, "--routing zip: give zipf, mild, steady, uniform, adversarial"),
     ],
 )
 def test_what_does_not_exist_is_named(change: dict[str, object], says: str) -> None:
