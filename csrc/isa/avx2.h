@@ -209,15 +209,15 @@ struct Avx2Isa {
     const int even = six_bit(index), odd = 16 + even;
     return {Vec{field(a, even, 3), field(b, even, 3)}, Vec{field(a, odd, 3), field(b, odd, 3)}};
   }
-  static constexpr float kInt3Unit = 1.0f;
+  // 2^29 too large, as int6: a mask takes any port, a shift back does not.
+  static constexpr float kInt3Unit = 1.0f / (1 << 29);
   TANDEM_INLINE static Pair decode_int3(const uint8_t* p, int index) {
     const __m256i a = load_bytes(p), b = load_bytes(p + 32), c = widen_lanes(p + 64), d = widen_lanes(p + 80);
     if (index == 7)
       return {Vec{last_of_eight(a, c, 0), last_of_eight(b, d, 0)}, Vec{last_of_eight(a, c, 1), last_of_eight(b, d, 1)}};
     const __m256i lo = index < 5 ? a : c, hi = index < 5 ? b : d;
     const int even = index < 5 ? 29 - 3 * index : 44 - 3 * index, odd = even - (index < 5 ? 16 : 8);
-    return {Vec{signed_field(lo, even, 29), signed_field(hi, even, 29)},
-            Vec{signed_field(lo, odd, 29), signed_field(hi, odd, 29)}};
+    return {Vec{three_on_top(lo, even), three_on_top(hi, even)}, Vec{three_on_top(lo, odd), three_on_top(hi, odd)}};
   }
   TANDEM_INLINE static Pair decode_fp8(const uint8_t* p) {
     const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
@@ -307,6 +307,9 @@ struct Avx2Isa {
     return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   }
   // The signed bit field of every 32-bit lane that `left` moves to the top and `right` back down, as float.
+  TANDEM_INLINE static __m256 three_on_top(__m256i a, int left) {
+    return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_slli_epi32(a, left), _mm256_set1_epi32(int(0xe0000000u))));
+  }
   TANDEM_INLINE static __m256 signed_field(__m256i a, int left, int right) {
     return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(a, left), right));
   }
@@ -340,8 +343,9 @@ struct Avx2Isa {
   TANDEM_INLINE static __m256 last_of_eight(__m256i words, __m256i bytes, int odd) {
     const __m256i upper =
         _mm256_and_si256(_mm256_slli_epi32(bytes, odd ? 16 : 24), _mm256_set1_epi32(int(0xc0000000u)));
-    const __m256i low = _mm256_srli_epi32(_mm256_slli_epi32(words, odd ? 0 : 16), 31);
-    return _mm256_cvtepi32_ps(_mm256_or_si256(_mm256_srai_epi32(upper, 29), low));
+    const __m256i moved = odd ? _mm256_srli_epi32(words, 2) : _mm256_slli_epi32(words, 14);
+    const __m256i low = _mm256_and_si256(moved, _mm256_set1_epi32(0x20000000));
+    return _mm256_cvtepi32_ps(_mm256_or_si256(upper, low));
   }
   TANDEM_INLINE static __m256 widen(const uint16_t* p) {
     const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
