@@ -31,15 +31,18 @@ from tandem.errors import CheckpointError, ConfigError
 from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
+from tandem.mechanisms.cost import cost_of
 from tandem.mechanisms.delta_net.shape import DeltaRule
 from tandem.mechanisms.gated_streams.shape import GatedStreams
 from tandem.mechanisms.grouped_query.shape import Gqa
 from tandem.mechanisms.ngrams.shape import Ngram
 from tandem.mechanisms.ngrams.torch import Hashes, hashed, last_ids
+from tandem.mechanisms.token_index.cost import SCORE_BYTES
 from tandem.models import build
 from tandem.models.passing import ForwardState
 from tandem.planner.host_memory import pinned_bytes
 from tandem.planner.resolve import resolve
+from tandem.spec.gpu_scratch import StepSize
 from tiny import BOS, EOS, VOCAB, save_tokenizer, settings
 
 VARIANTS = ["qwen4_exp", "qwen4_exp-tables"]
@@ -371,6 +374,13 @@ def test_it_runs_beside_a_gpu(tiny_models) -> None:
     assert entries["rows"] == sum(pinned_bytes(size * token) for size in sizes) > 0
     mapped = resolve(EngineConfig.from_keywords("m", tables="map"), model, with_gpu())
     assert {entry.name: entry.nbytes for entry in mapped.ledgers[1].entries}.get("tables", 0) == 0
+
+
+def test_prompts_that_choose_have_sums_of_rows_that_decode() -> None:
+    """A step's scratch holds them, 256 rows at a time: 24 heads, 32 parts, 256 channels and two numbers in float32."""
+    attention = next(mixer for mixer in named_config("qwen3.8-flash-next", None).mixers if isinstance(mixer, Gqa))
+    sizes = [cost_of(attention).scratch_bytes(StepSize(rows, 1 << 17, 8), 2560, 4) for rows in (2048, 4096)]
+    assert sizes[0] > 3 * SCORE_BYTES + 256 * 24 * 32 * (256 + 2) * 4 and sizes[1] > sizes[0]
 
 
 def test_pages_have_whole_blocks(tiny_models) -> None:

@@ -38,12 +38,13 @@ class Cost(cost.Cost[Gqa]):
         return (self.shape.rope,) if index is None else (self.shape.rope, *cost_of(index).ropes)
 
     def scratch_bytes(self, step: StepSize, hidden: int, streams: int) -> int:
-        """Rows that choose have their results beside what an index takes; sums are those of rows that decode."""
+        """Rows that choose have sums of parts of their keys, as rows that decode, beside what an index takes."""
         whole, index = gqa_scratch_bytes(self.shape, step), self.shape.index
         if index is None:
             return whole
         own = cost_of(index).scratch_bytes(step, hidden, streams)
-        return max(whole, own + 2 * step.rows * self.shape.heads * self.shape.value_dim)
+        sums, results = self.decode_sums_bytes(step.rows) // 2, 2 * step.rows * self.shape.heads * self.shape.value_dim
+        return max(whole, own + sums + results)
 
     def decode_sums_bytes(self, rows: int) -> int:
         """Once for graphs and once for other steps."""
