@@ -100,7 +100,7 @@ def planned(plan: Plan, model: ModelConfig, stored: StoredFormats = UNQUANTISED)
     dense = dense_bytes(model, plan.dtype, stored, plan.gpu.embedding_in_ram)
     gpu_bytes = dense + experts + states
     gpu_bytes += rope_bytes(model, plan.context_length)
-    logits = (sum(plan.gpu.graph_sizes) + sum(plan.gpu.settled_sizes)) * model.vocab * 4
+    logits = (sum(plan.gpu.graph_sizes) + sum(plan.gpu.plain_graph_sizes)) * model.vocab * 4
     sums = plan.max_step_tokens * model.hidden * 4 if host.handoff else 0  # the CPU's sums
     return UsedBytes(host.total, gpu_bytes + logits + sums, host.parts())
 

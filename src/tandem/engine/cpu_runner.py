@@ -41,7 +41,7 @@ class CpuRunner:
         windowed: bool = False,
         images_from: int = 0,
     ) -> None:
-        """guessing: steps may have rows of guesses. windowed: layers that see a window have pages of their own.
+        """speculative: steps may have rows of drafts. windowed: layers that see a window have pages of their own.
         images_from: as of `BatchArrays`; those of a chunk between steps lie behind a step's."""
         self._model, self._states, self._usage = model, states, usage
         arrays = partial(BatchArrays, page_size, max_step_tokens, speculative=speculative, windowed=windowed)

@@ -43,7 +43,7 @@ def graph_sizes(config: EngineConfig, running: int, draft_tokens: int = 0) -> tu
     return tuple(sorted({size for size in sizes if size <= largest}))
 
 
-def settled_sizes(
+def plain_graph_sizes(
     config: EngineConfig, model: ModelConfig, running: int, draft_tokens: int = 0
 ) -> tuple[int, ...]:
     """Rows of graphs that are captured a second time where steps may guess: for steps that have no guesses and follow

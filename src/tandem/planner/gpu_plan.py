@@ -16,7 +16,7 @@ from tandem.planner.attention_backend import why_unread
 from tandem.planner.choices.deterministic import depends_on_others
 from tandem.planner.choices.expert_streaming import graph_bytes
 from tandem.planner.choices.left_to_ram import expert_bytes
-from tandem.planner.cuda_graphs import captured_sizes, settled_sizes
+from tandem.planner.cuda_graphs import captured_sizes, plain_graph_sizes
 from tandem.planner.expert_sizes import expert_sizes
 from tandem.planner.forecast.ledger import VRAM, Ledger, LedgerEntry, ledger
 from tandem.planner.memory import (
@@ -77,7 +77,7 @@ class GpuPlan:
     deferred: int = 0  # of a token's experts in CPU memory, at most so many are added one layer late; lossy
     prompt_sizes: tuple[int, ...] = ()  # rows of chunks of prompts that are CUDA graphs, too
     draft_experts: bool = False  # those of a draft layer are there, too: all or none
-    settled_sizes: tuple[int, ...] = ()  # of graph_sizes, those with a second graph for steps without guesses
+    plain_graph_sizes: tuple[int, ...] = ()  # of graph_sizes, those with a second graph for steps without guesses
     reserved_sms: int = 0  # multiprocessors that graphs of prompts leave to steps
     step_tokens: int = GPU_PREFILL_TOKENS  # of a step, where nothing was asked; scratch is counted for so many
     step_reason: str = ""
@@ -199,7 +199,7 @@ def workspace_bytes(request: MemoryRequest) -> int:
     """GPU bytes of steps, and of the float32 logits that every graph keeps."""
     arguments = request.config, request.model, request.max_running_requests, request.draft_tokens
     sizes = captured_sizes(*arguments)
-    rows = sum(sizes) + sum(settled_sizes(*arguments))
+    rows = sum(sizes) + sum(plain_graph_sizes(*arguments))
     if request.model.shard.ranks > 1:  # ranks' columns as they come, and side by side
         rows += 2 * max(sizes, default=1)
     shared = request.slot_bytes + request.rope_bytes + scratch_bytes(request)

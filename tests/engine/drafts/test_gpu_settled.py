@@ -55,7 +55,7 @@ def test_both_kinds_of_steps_follow_each_other(tiny_models, monkeypatch, variant
             disable_speculative_governor=True,
         )
     )  # fmt: skip
-    assert parts.plan.gpu is not None and parts.plan.gpu.settled_sizes == (1, 2)
+    assert parts.plan.gpu is not None and parts.plan.gpu.plain_graph_sizes == (1, 2)
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=0)
     plain = LLM.from_engine(Engine.from_parts(replace(parts, plan=replace(parts.plan, speculation=None))))
     answers = {

@@ -64,7 +64,7 @@ def batch(rows: int, *, wanted: int | None = None, drafts: bool = False) -> Forw
 
 
 def test_the_largest_is_captured_first_and_lends_its_memory() -> None:
-    pool, captures = pool_of(GraphPlan((1, 2, 8), PAGES, settled=(1, 8)))
+    pool, captures = pool_of(GraphPlan((1, 2, 8), PAGES, plain_sizes=(1, 8)))
     own = "memory of 8"
     assert captures.order == [(8, False, None), (8, True, own), (2, False, own), (1, False, own), (1, True, own)]
     assert list(pool.decode) == [1, 2, 8] and list(pool.plain) == [1, 8]
@@ -81,7 +81,7 @@ def test_a_step_gets_the_smallest_graph_that_it_fits() -> None:
 
 def test_steps_without_drafts_have_graphs_of_their_own() -> None:
     """And those of all steps where there are none of their size."""
-    pool, _ = pool_of(GraphPlan((1, 2, 8), PAGES, settled=(1, 2), speculative=True))
+    pool, _ = pool_of(GraphPlan((1, 2, 8), PAGES, plain_sizes=(1, 2), speculative=True))
     assert pool.decode_graph(batch(2)) is pool.plain[2]
     assert pool.decode_graph(batch(2, drafts=True)) is pool.decode[2]
     assert pool.decode_graph(batch(3)) is pool.decode[8]

@@ -202,7 +202,7 @@ def replayed_engine(
     without_gpu(patch, calls)
     gpu = GpuPlan(
         "none", 0, "uniform", None, sizes, 1.0, prompt_sizes=prompts, ring_bytes=ring, shared_tokens=shared_tokens,
-        reserved_sms=reserved_sms, settled_sizes=plain,
+        reserved_sms=reserved_sms, plain_graph_sizes=plain,
     )  # fmt: skip
     made = fake_plan(gpu=gpu, **{"max_step_tokens": 64} | plan)
     own = EngineParts(

@@ -39,7 +39,7 @@ class GraphPool:
             graph = capture.captured(capture.inputs(size), memory)
             memory = memory or graph.graph.pool()
             graphs[size] = graph
-            if size in plan.settled:
+            if size in plan.plain_sizes:
                 plain[size] = capture.captured(graph.inputs, memory, plain=True)
         if graphs:
             _log.info("captured CUDA graphs of %s rows", ", ".join(map(str, sorted(graphs))))

@@ -23,8 +23,8 @@ class SentRows(msgspec.Struct, frozen=True, array_like=True):
     """Rows of one sequence in a step: `tokens` from position `first` on, logits of the last `logits`. It holds `held`
     pages.
 
-    pages, windows: places of its tables that differ from what was said of it before. guesses: so many last tokens are
-    drafts. folded: tokens that its slot's folds hold.
+    pages, windows: places of its tables that differ from what was said of it before. draft_tokens: so many last tokens
+    are drafts. folded: tokens that its slot's folds hold.
     """
 
     sequence: int

@@ -17,7 +17,7 @@ from tandem.models.batch import ForwardBatch
 
 @dataclass(frozen=True, slots=True)
 class RolloutShape:
-    """sequences: of a chain; rows: of each in its first pass; guesses: of each, at most; pages: of the longest
+    """sequences: of a chain; rows: of each in its first pass; draft_tokens: of each, at most; pages: of the longest
     sequence."""
 
     sequences: int

@@ -27,8 +27,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _DraftedStep:
-    """The step that guesses were last asked for. drafts: of those that go on; guessing: whether there were any. usual:
-    its time says what such steps take."""
+    """The step that guesses were last asked for. drafts: of those that go on; speculative: whether there were any.
+    usual: its time says what such steps take."""
 
     sequences: list[Sequence]
     drafts: dict[Sequence, Draft] = field(default_factory=dict)

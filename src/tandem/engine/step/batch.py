@@ -204,7 +204,7 @@ class BatchArrays:
         pinned: bool = False,
         images_from: int = 0,
     ) -> None:
-        """guessing: steps may have rows of guesses. apart: each row of such a step is a sequence of its own, as rows
+        """speculative: steps may have rows of drafts. apart: each row of such a step is a sequence of its own, as rows
         that decode are: it sees the tokens before it in the same pages. So kernels and CUDA graphs for rows that decode
         compute it, with the same bits. windowed: layers that see a window have pages of their own. each_row: so it is
         in every step, prompts included; then every step takes the road of one with guesses, too. pinned: a GPU reads

@@ -11,7 +11,7 @@ from tandem.planner.attention_backend import attention_backend
 from tandem.planner.choices.decision import Decision
 from tandem.planner.choices.deferral import deferred_experts
 from tandem.planner.choices.live_placement import live_placement
-from tandem.planner.cuda_graphs import captured_sizes, graph_reason, settled_sizes
+from tandem.planner.cuda_graphs import captured_sizes, graph_reason, plain_graph_sizes
 from tandem.planner.gpu_plan import MAX_PATIENCE_SECONDS, GpuPlan
 from tandem.planner.memory import MemoryPlan, MemoryRequest
 from tandem.planner.sizing import size_gpu
@@ -64,7 +64,7 @@ def gpu_choices(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[
     return m.memory, GpuPlan(
         gpu.name, m.experts, strategy, statistics, sizes, patience, live, gpu.uuid, kernels, foresight,
         threshold if m.ring_bytes else 0, m.ring_bytes, deferred, m.prompt_sizes if sizes else (), m.draft_experts,
-        settled_sizes(config, model, running, request.draft_tokens) if sizes else (), reserved_sms,
+        plain_graph_sizes(config, model, running, request.draft_tokens) if sizes else (), reserved_sms,
         m.step_tokens, m.step_reason, m.shared_tokens, request.embedding_in_ram, m.cramped, stages,
     )  # fmt: skip
 
