@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -209,3 +210,13 @@ def test_both_ends_mean_the_same_word() -> None:
     assert '#include "experts/mailbox_words.h"' in text and "enum" not in text
     for name in WORDS:
         assert re.search(rf"\bk{name}\b", SOURCE.removeprefix(HEADER) + text), name
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_work_is_taken_only_while_posts_are_answered(is_open: bool) -> None:
+    """What a step without posts leaves would be done beside a later one, while a prompt may read what it changes."""
+    handoff, works = Handoff(SIZES, torch.device("cpu"), 20.0), list[Any]()
+    core = SimpleNamespace(is_open=is_open, meanwhile=works.append)
+    handoff._mailbox = SimpleNamespace(core=core)  # type: ignore[assignment]
+    handoff.meanwhile("an exchange")  # type: ignore[arg-type]
+    assert works == ["an exchange"] * is_open

@@ -71,6 +71,21 @@ def test_every_gpu_s_layers_fit_it(gpus: str, stages: int) -> None:
     assert (plan.gpu.ring_bytes, plan.gpu.prompt_sizes, plan.gpu.live) == (0, (), False)
 
 
+@pytest.mark.parametrize("ram", [82, 95, 108, 130])
+def test_what_borders_leave_has_to_fit_into_ram(ram: int) -> None:
+    """Sizes for the pooled memory fit; layers do not divide so, and leave more experts in CPU memory."""
+    asked = question("glm-4.5-air", "8x24GB", pipeline_parallel_size=8)
+    plan = replace(asked, machine=replace(asked.machine, available_memory=ram * GIB)).plan()
+    experts = float(decision(plan, "CPU memory").reason.split(" GiB experts")[0])
+    assert 0 < experts <= 0.8 * ram
+
+
+def test_streams_are_said_to_be_on_where_they_are() -> None:
+    asked = question("glm-4.5-air", "2x80GB", pipeline_parallel_size=2, kt_gpu_prefill_token_threshold=512)
+    plan = asked.plan()
+    assert plan.gpu is not None and plan.gpu.ring_bytes and decision(plan, "streamed experts").value != "off"
+
+
 def test_two_gpus_hold_more_experts_than_one_and_are_forecast_as_faster() -> None:
     one, two = question(NEXT, "24GB"), question(NEXT, "24GB,12GB", pipeline_parallel_size=2)
     single, staged = one.plan(), two.plan()

@@ -318,8 +318,8 @@ class GpuRunner:
         # were put together on that stream, and experts have changed places there.
         after = choice is None or batch.seen is not None or (self._live is not None and self._live.settling)
         with torch.inference_mode(), self._streams.side_stream(after, reserve_sms):
-            gpu_only = start.hold(batch, split)
             try:
+                gpu_only = start.hold(batch, split)
                 if choice is not None:
                     choice = choice if gpu_only else background_with_cpu()
                     choice.log(len(batch.input_ids))

@@ -248,6 +248,8 @@ class LayerStream:
     def _gpu_side(self, cpu: CpuOps) -> GpuSide | None:
         if self.plan.gpu is None:
             return None
+        if self.config.tables:  # their rows are found from token ids, which a stream of layers does not keep
+            raise ConfigError(f"{self.variant.directory} has n-gram tables: leave out the flags of a GPU")
         from tandem.engine.start.gpu_side import gpu_side  # Triton is there only where a GPU is
 
         return gpu_side(self.plan, self.config, cpu)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,6 +45,34 @@ def test_every_stream_begins_before_a_step(tiny_models) -> None:
         (0, 9, False), (1, 9, False), (0, 0, False), (1, 0, False), (0, 9, True), (1, 9, True),
         (0, 9, [1, 3]), (1, 9, [1, 3]),
     ]  # fmt: skip
+
+
+def test_a_stream_begins_on_the_device_of_its_stage() -> None:
+    """Triton launches on the current device, which is the last stage's elsewhere."""
+    current, noted = list[int](), list[tuple[int, ...]]()
+
+    class OnDevice:
+        def __init__(self, number: int) -> None:
+            self.number, self.ops = number, None
+
+        @contextmanager
+        def current(self) -> Iterator[None]:
+            current.append(self.number)
+            yield
+            current.pop()
+
+    class Stream(NotedStream):
+        def begin(self, rows: int, shared: bool = False) -> None:
+            noted.append((self.number, *current))
+
+        def begin_only(self, rows: int, layers: Any) -> None:
+            noted.append((self.number, *current))
+
+    start = StagedStart([OnDevice(0), OnDevice(1)], [Stream([], 0), Stream([], 1)])  # type: ignore[list-item]
+    batch: Any = SimpleNamespace(input_ids=[1], single_rows=0)
+    start(batch, False)
+    start.load_kernels(batch, [1])
+    assert noted == [(0, 0), (1, 1)] * 2 and not current
 
 
 def test_counts_of_a_stage_stand_where_its_layers_are() -> None:

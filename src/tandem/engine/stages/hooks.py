@@ -24,12 +24,13 @@ class StagedStart:
 
     def __init__(self, stages: Sequence[Stage], streams: Sequence[StageStream] = ()) -> None:
         self._ops: list[Any] = [stage.ops for stage in stages if hasattr(stage.ops, "begin_step")]
-        self._streams = streams
+        self._streams = list(zip(stages, streams, strict=True)) if streams else []
 
     def __call__(self, batch: ForwardBatch, captured: bool) -> None:
         self._begin_ops(batch, captured)
-        for stream in self._streams:
-            stream.begin(0 if captured else len(batch.input_ids), shared=batch.single_rows > 0)
+        for stage, stream in self._streams:
+            with stage.current():
+                stream.begin(0 if captured else len(batch.input_ids), shared=batch.single_rows > 0)
 
     def _begin_ops(self, batch: ForwardBatch, captured: bool) -> None:
         for ops in self._ops:
@@ -45,8 +46,9 @@ class StagedStart:
 
     def load_kernels(self, batch: ForwardBatch, streamed: Sequence[int]) -> None:
         self._begin_ops(batch, False)
-        for stream in self._streams:
-            stream.begin_only(len(batch.input_ids), streamed)
+        for stage, stream in self._streams:
+            with stage.current():
+                stream.begin_only(len(batch.input_ids), streamed)
 
     def pausable(self) -> bool:
         return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -132,6 +133,7 @@ class ExpertUsage:
             tuple[CopiedCounts, Changes]
         ] = []  # moves that nothing knows of yet; counts are on their way
         self._moved: list[tuple[Ints, Ints]] = []  # changes [3, n], counts [3, n], since the last `read`
+        self._asking = Lock()
         self._buffers: deque[CopiedCounts] = deque()
         self.copy: Copy | None = None  # None: PyTorch's, which takes longer
         # Experts that a pass has seen, and all before it; how many of its rows count, and where its layers do.
@@ -216,14 +218,16 @@ class ExpertUsage:
         return self._gpu_experts
 
     def ask(self) -> CopiedCounts:
-        """Counts of the steps until now, which arrive beside the next one."""
-        if len(self._buffers) < KEPT:
-            self._buffers.append(CopiedCounts(self._arrays))
-        else:
-            if self._news and self._news[0][0] is self._buffers[0]:  # to be used again now
-                self._note_all()
-            self._buffers.rotate(-1)
-        return self._buffers[-1].ask(self.copy)
+        """Counts of the steps until now, which arrive beside the next one. The engine's thread asks, and the one that
+        launches a prompt's layers."""
+        with self._asking:
+            if len(self._buffers) < KEPT:
+                self._buffers.append(CopiedCounts(self._arrays))
+            else:
+                if self._news and self._news[0][0] is self._buffers[0]:  # to be used again now
+                    self._note_all()
+                self._buffers.rotate(-1)
+            return self._buffers[-1].ask(self.copy)
 
     def moved(self, changes: Changes, swaps: int, now: CopiedCounts | None = None) -> None:
         """Experts are elsewhere from the next step on. What was counted until now counts for where they were. now: what

@@ -11,7 +11,7 @@ from tandem.errors import GpuTooSmall
 from tandem.machine.gpus import Gpu
 from tandem.planner.choices.decision import Decision
 from tandem.planner.choices.expert_streaming import NO_STREAMS
-from tandem.planner.choices.left_to_ram import asked_experts, expert_bytes
+from tandem.planner.choices.left_to_ram import asked_experts, expert_bytes, short_of_ram
 from tandem.planner.forecast.speeds import GPU_GBPS, gpu_model
 from tandem.planner.gpu_plan import GPU_FRACTION, StagePlan, dense_bytes
 from tandem.planner.memory import MemoryRequest, gib
@@ -19,6 +19,8 @@ from tandem.planner.sizing import GpuMemory, GpuRoom
 from tandem.planner.stages.pool import gpus_of_stages
 from tandem.planner.stages.split import fits, shares, split
 from tandem.spec.model_config import ModelConfig, embedding_bytes
+
+LEFT_BY_BORDERS = "borders between stages left some in CPU memory; a smaller --kt-gpu-experts-ratio streams them"
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,8 @@ def in_stages(
     extra = memory.ring_bytes and memory.ring_bytes + GpuRoom(request, gpus[0]).scratch_beyond(memory.step_tokens)
     sizes = StageSizes(request, gpus, memory.memory.kv_tokens, extra)
     experts = _most_experts(sizes, memory)
+    if experts < memory.experts and (short := short_of_ram(request, experts, False)):
+        raise GpuTooSmall(f"borders between stages leave more experts in CPU memory: {short}")
     weights = sizes.weights(experts)
     borders = split(weights, sizes.rooms(), [_gbps(gpu) for gpu in gpus])
     assert borders is not None, "the experts were chosen so that they fit"
@@ -103,7 +107,15 @@ def in_stages(
     less = (memory.experts - experts) * expert_bytes(request)
     plan = replace(memory.memory, weight_bytes=memory.memory.weight_bytes - less)
     fewer = replace(memory, experts=experts, memory=plan)
-    return (fewer if experts == memory.experts else replace(fewer, ring_reason=NO_STREAMS)), stages
+    return (fewer if experts == memory.experts else _with_reason(fewer, request)), stages
+
+
+def _with_reason(memory: GpuMemory, request: MemoryRequest) -> GpuMemory:
+    """Why experts that the borders between layers left in CPU memory are not streamed, if they are not."""
+    if memory.ring_bytes:
+        return memory
+    threshold = request.config.kt_gpu_prefill_token_threshold
+    return replace(memory, ring_reason=LEFT_BY_BORDERS if threshold else NO_STREAMS)
 
 
 def _most_experts(sizes: StageSizes, memory: GpuMemory) -> int:
@@ -120,7 +132,10 @@ def _most_experts(sizes: StageSizes, memory: GpuMemory) -> int:
         has = " and ".join(gib(max(0, room)) for room in rooms)
         largest = gib(max(sizes.weights(max(0, wanted_experts or 0))))
         why = f"{flag}: " if wanted_experts is not None else ""
-        raise GpuTooSmall(f"{why}the GPUs have room for {has} of layers, the largest of which takes {largest}")
+        raise GpuTooSmall(
+            f"{why}the GPUs have room for {has} of layers, the largest of which takes {largest}; "
+            "a smaller --max-total-tokens or --context-length leaves more room"
+        )
     return low
 
 
