@@ -263,7 +263,9 @@ def test_strategies_are_measured_in_turn_on_one_model(monkeypatch: pytest.Monkey
     for result, _ in model.results:
         assert (result - first).norm() < 2 * 2.0**-8 * first.norm()
     assert [sum(turn.tokens for turn in each.turns) for each in found.values()] == [tokens] * 3
-    assert sum(each.usage.hits for each in found.values()) == sum(hits for _, hits in model.results)
+    said, computed = sum(each.usage.hits for each in found.values()), sum(hits for _, hits in model.results)
+    # An expert that leaves is the CPU's while its slot is written; it counts as the GPU's until the step ends.
+    assert abs(said - computed) <= found["dynamic"].usage.swaps
     for name, placement in made.items():
         assert found[name].usage.hits == int((expert_counts(trace, EXPERTS) * placement.gpu_experts).sum())
         assert found[name].usage.swaps == 0
