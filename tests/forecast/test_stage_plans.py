@@ -179,3 +179,11 @@ def test_tests_may_put_stages_on_one_gpu(monkeypatch) -> None:
     assert plan.gpu is not None and len(plan.gpu.stages) == 2
     each = gpus_of_stages(asked.config, replace(HERE, gpus=asked.machine.gpus))
     assert sum(gpu.free_bytes for gpu in each) == asked.machine.gpus[0].free_bytes
+
+
+def test_each_stage_has_pinned_memory_of_its_own() -> None:
+    def pinned(gpus: str, stages: int) -> float:
+        reason = decision(question("glm-4.5-air", gpus, pipeline_parallel_size=stages).plan(), "CPU memory").reason
+        return float(next(part for part in reason.split(", ") if part.endswith("handoff")).split(" MiB")[0])
+
+    assert pinned("4x24GB", 4) > 1.9 * pinned("2x24GB", 2) > 0

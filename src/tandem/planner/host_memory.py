@@ -46,6 +46,7 @@ class HostShare:
     embedding_bytes: int = 0  # of the table whose rows a GPU reads there
     table_bytes: int = 0  # of tables that are read by row, in memory
     token_row_bytes: int = 0  # of their rows that a token reads
+    handoffs: int = 1  # one a stage, of GPUs that have some layers each
 
     @property
     def graph_tokens(self) -> int:
@@ -109,7 +110,7 @@ def _handoff_bytes(hidden: int, share: HostShare) -> int:
     each = 2 * hidden, 4 * share.top_k, 4 * share.top_k, 4 * hidden
     outside = sum(pinned_bytes(share.step_tokens * nbytes) for nbytes in each)
     inside = share.graph_tokens * sum(each) * (2 if share.late else 1)
-    return outside + (pinned_bytes(inside) if share.graph_tokens else 0)
+    return outside * share.handoffs + (pinned_bytes(inside) if share.graph_tokens else 0)
 
 
 def graph_input_bytes(size: int, pages: int, tables: int = 1, turning: bool = False) -> int:

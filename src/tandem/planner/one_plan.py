@@ -155,7 +155,8 @@ def _beside_gpu(
     share = host_share(request.model, gpu, each, workers, step_tokens, pages, fused, request.experts_in_place)
     rows, routed_bytes = token_row_bytes(request.model, request.stored), expert_sizes(request).ram_bytes(gpu.experts)
     share = replace(
-        share, tables=tables, table_bytes=request.table_bytes, token_row_bytes=rows, routed_bytes=routed_bytes
+        share, tables=tables, table_bytes=request.table_bytes, token_row_bytes=rows, routed_bytes=routed_bytes,
+        handoffs=max(1, len(gpu.stages)),
     )
     return host_memory(request.model, share)
 
