@@ -80,7 +80,8 @@ _IN_IMAGE = ("input_ids", "positions", "cache_slots", "seq_lens", "slots", "fold
 
 
 class GraphInputs:
-    """A graph's batch on the GPU and its image in pinned memory, each in one array: the graph begins with a copy.
+    """A graph's batch on the GPU and its image in pinned memory, each in one array. The graph begins with a kernel that
+    reads the image.
 
     At first the rows read and write page 0, before anybody uses it, and none of them counts.
     """
