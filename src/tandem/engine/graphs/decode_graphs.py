@@ -43,7 +43,7 @@ class ReplayedGraph(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DecodeGraph:
-    """logits: float32 [rows, vocab]. best: of logits, in host memory: the graph's last kernel writes it. masks: that the
+    """logits: float32 [rows, vocab]. best: of logits, in host memory: the last kernel writes it. masks: that the
     best of each row is chosen by. posts: hand-offs to the CPU's experts."""
 
     inputs: GraphInputs
