@@ -40,8 +40,9 @@ def test_a_block_has_what_builders_call(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if (FOLDER / name / "torch.py").exists()])
 def test_kernels_of_each_machine_are_bound_alike(name: str) -> None:
-    torch, cpu = (parameters(name, part, "bound") for part in ("torch", "cpu"))
-    assert torch == cpu
+    torch = parameters(name, "torch", "bound")
+    if (FOLDER / name / "cpu.py").exists():  # elsewhere a CPU computes with torch's
+        assert torch == parameters(name, "cpu", "bound")
     assert (torch is None and name in PLAIN_TORCH) or (torch is not None and torch[0] == "ops")
 
 

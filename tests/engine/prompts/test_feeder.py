@@ -90,12 +90,12 @@ def test_what_a_piece_raises_is_raised_in_the_engines_thread() -> None:
 
 def test_a_process_ends_with_a_pass_under_way() -> None:
     code = """
-from tandem.engine.step.streams import Feeder
+from tandem.engine.step.streams import LaunchThread
 class Pieces:
     def pieces_left(self): return 3
     def piece(self): ...
     def wait_for_room(self): ...
-feeder = Feeder()
+feeder = LaunchThread()
 feeder.start(Pieces())
 """
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
