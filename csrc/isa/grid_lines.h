@@ -1,9 +1,9 @@
 // Codebooks (format/grids.h) with VBMI: their blocks of 16 rows become lines of bf16 in registers.
 //
-// Four entries of each row are looked up at once, 64 in all, by bytes: an entry's codes are 2 bits each of 8 values, of
-// 4 in each of two bytes, or 3 bits each of 4, of 2 in each. vpmultishiftqb spreads four codes of each row to bytes,
-// another one their signs. A code and its sign are a place among 8 or 16 numbers, each of which stands in the table
-// several times: a lookup of words reads 5 bits.
+// Four entries of each row are looked up at once, 64 in all, by bytes. An entry has the codes of 8 values, 2 bits each,
+// in two bytes of 4. Or it has those of 4 values, 3 bits each, in two bytes of 2. vpmultishiftqb spreads four codes of
+// each row to bytes, another one their signs. A code and its sign are a place among 8 or 16 numbers. Each stands in the
+// table several times, since a lookup of words reads 5 bits.
 #pragma once
 
 #include <immintrin.h>
