@@ -1,10 +1,14 @@
 """The front of several models beside its model's server: what it adds to a request, and what streams cost it.
 
     python benchmarks/front.py --out FILE.json
+    python benchmarks/front.py --model /models/X --out FILE.json --flag kt_gpu_experts_ratio=0.5
 
 Both ends are asked in turns, so that a busy machine hurts both. The model is tests/support/stub_model.py: only HTTP is
 measured. `added_ms`: median of a small chat through the front less the median without. `cores`: CPU seconds of
 the front a second, while streams bring `events_s` events through it. `lost`: of that many clients at once.
+
+With --model a real server is behind the front, and the other end is its own socket: tokens a second of 32 clients that
+stream 64 tokens each, through the front and without, in turns.
 """
 
 from __future__ import annotations
@@ -27,6 +31,8 @@ import httpx
 import psutil
 
 ROOT = Path(__file__).parents[1]
+LIMITS = httpx.Limits(max_connections=None)
+CLIENTS, TOKENS, ROUNDS = 32, 64, 5
 STUB = ROOT / "tests" / "support" / "stub_model.py"
 FRONT = """
 import sys
@@ -45,13 +51,42 @@ sys.exit(serve_models(config, command=command, make_room=lambda file: Room()))
 """
 
 
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+class ModelEnds:
+    """`kt serve --models` with one model, and the socket on which its child serves."""
+
+    def __init__(self, scratch: Path, model: str, flags: list[str]) -> None:
+        toml = scratch / "models.toml"
+        toml.write_text("\n".join(["[models.stub]", f"model = {json.dumps(model)}", "preload = true", *flags]))
+        self.port = free_port()
+        command = [sys.executable, "-m", "tandem", "serve", "--models", str(toml), "--port", str(self.port)]
+        self.process = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(scratch)})
+        self.scratch = scratch
+
+    async def clients(self) -> tuple[httpx.AsyncClient, httpx.AsyncClient]:
+        """Through the front, and without: the child's socket is there once the front has loaded it."""
+        front = httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", timeout=300, limits=LIMITS)
+        async with httpx.AsyncClient(base_url=front.base_url, timeout=300) as first:
+            await ready(first)
+        (child,) = self.scratch.glob("tandem-*/*.sock")
+        direct = httpx.AsyncHTTPTransport(uds=str(child), limits=LIMITS)
+        return front, httpx.AsyncClient(transport=direct, base_url="http://child", timeout=300)
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait()
+
+
 class Ends:
     """The front on a port, and its model's socket, which a client may ask, too."""
 
     def __init__(self, scratch: Path) -> None:
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            self.port = sock.getsockname()[1]
+        self.port = free_port()
         (scratch / "models.toml").write_text('[models.stub]\nmodel = "stub"\n')
         command = [sys.executable, "-c", FRONT, str(STUB), str(scratch), str(scratch / "models.toml"), str(self.port)]
         self.process = subprocess.Popen(command)
@@ -60,10 +95,9 @@ class Ends:
 
     def clients(self) -> tuple[httpx.AsyncClient, httpx.AsyncClient]:
         """Through the front, and without."""
-        limits = httpx.Limits(max_connections=None)
-        direct = httpx.AsyncHTTPTransport(uds=str(self.direct_socket), limits=limits)
+        direct = httpx.AsyncHTTPTransport(uds=str(self.direct_socket), limits=LIMITS)
         return (
-            httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", timeout=120, limits=limits),
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", timeout=120, limits=LIMITS),
             httpx.AsyncClient(transport=direct, base_url="http://stub", timeout=120),
         )
 
@@ -150,6 +184,44 @@ async def ratio(front: httpx.AsyncClient, direct: httpx.AsyncClient, clients: in
     return round(statistics.median(rates[0]) / statistics.median(rates[1]), 3)
 
 
+async def stream_tokens(client: httpx.AsyncClient, number: int) -> int:
+    """Completion tokens of one streamed chat, as its usage says."""
+    ask = body(f"{number}: count", stream=True) | {"max_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
+    tokens = 0
+    async with client.stream(
+        "POST", "/v1/chat/completions", json=ask | {"stream_options": {"include_usage": True}}
+    ) as response:
+        response.raise_for_status()
+        async for line in response.aiter_lines():
+            if line.startswith("data: {") and (usage := json.loads(line[6:]).get("usage")):
+                tokens = int(usage["completion_tokens"])
+    return tokens
+
+
+async def tokens_a_second(client: httpx.AsyncClient) -> float:
+    began = time.monotonic()
+    counts = await asyncio.gather(*(stream_tokens(client, number) for number in range(CLIENTS)))
+    assert counts == [TOKENS] * CLIENTS, counts
+    return sum(counts) / (time.monotonic() - began)
+
+
+async def measure_model(ends: ModelEnds) -> dict[str, Any]:
+    front, direct = await ends.clients()
+    async with front, direct:
+        await tokens_a_second(direct)
+        pairs = []
+        for number in range(ROUNDS):  # every second round backwards
+            order = (front, direct) if number % 2 else (direct, front)
+            speeds = {client: await tokens_a_second(client) for client in order}
+            pairs.append((speeds[front], speeds[direct]))
+    ratios = sorted(through / without for through, without in pairs)
+    through, without = (statistics.median(speeds) for speeds in zip(*pairs, strict=True))
+    return {
+        "bench": "front", "clients": CLIENTS, "front_tok_s": round(through, 1), "direct_tok_s": round(without, 1),
+        "ratio": round(statistics.median(ratios), 3), "spread": [round(ratios[0], 3), round(ratios[-1], 3)],
+    }  # fmt: skip
+
+
 async def measure(ends: Ends, turns: int, wanted: int) -> dict[str, Any]:
     front, direct = ends.clients()
     async with front, direct:
@@ -163,18 +235,26 @@ async def measure(ends: Ends, turns: int, wanted: int) -> dict[str, Any]:
     return row
 
 
+async def measured(scratch: Path, options: argparse.Namespace) -> dict[str, Any]:
+    ends = ModelEnds(scratch, options.model, options.flag) if options.model else Ends(scratch)
+    try:
+        if isinstance(ends, ModelEnds):
+            return await measure_model(ends)
+        return await measure(ends, options.turns, options.events)
+    finally:
+        ends.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=300)
     parser.add_argument("--events", type=int, default=2000, help="a second")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--model", help="a real one behind the front")
+    parser.add_argument("--flag", action="append", default=[], help="of the model, as in TOML: name=value")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        ends = Ends(Path(scratch))
-        try:
-            row = asyncio.run(measure(ends, options.turns, options.events))
-        finally:
-            ends.close()
+        row = asyncio.run(measured(Path(scratch), options))
     row |= {"command": " ".join(["python", *sys.argv]), "cpus": len(os.sched_getaffinity(0))}
     row["load"] = round(os.getloadavg()[0], 1)
     print(json.dumps(row))
