@@ -27,6 +27,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+PROMPTS = 5  # of a turn
+
 
 class Version:
     """A process that uses one version of the package."""
@@ -84,11 +86,11 @@ def request_of(bench: Any, asked: argparse.Namespace) -> tuple[Any, dict[str, An
 
 
 def seconds_of(bench: Any, built: Any, request: Any, what: str, value: int) -> float:
-    """Seconds of a mean step of `value` sequences, or of a prompt of as many tokens after another one."""
+    """Seconds of a mean step of `value` sequences, or of the median prompt of as many tokens."""
     if what == "decode":
         return float(next(iter(bench.step_times(built, value, request))))
     prefill = importlib.import_module("tandem.bench.prefill")
-    return float(next(iter(prefill.prompt_seconds(built, value, 1))))
+    return statistics.median(map(float, prefill.prompt_seconds(built, value, PROMPTS)))
 
 
 def serve(asked: argparse.Namespace) -> None:
