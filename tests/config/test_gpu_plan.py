@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from plans import GIB, INT4, MODEL, MOE, machine, model_of, plan, reason, with_gpu
+from plans import ATTENTION, GIB, INT4, MODEL, MOE, NORM, machine, model_of, plan, reason, with_gpu
 from tandem.architectures.load import config_from_dict
 from tandem.bench.architectures import named_config
 from tandem.errors import ConfigError
 from tandem.flags.engine_config import EngineConfig
 from tandem.machine.machine import Machine
 from tandem.mechanisms.cost import cost_of
+from tandem.mechanisms.dense.shape import Dense
 from tandem.mechanisms.experts.shape import Experts
 from tandem.planner.choices import live_placement
 from tandem.planner.cuda_graphs import (
@@ -37,8 +38,10 @@ from tandem.spec.gpu_scratch import (
     StepSize,
     expert_row_bytes,
     expert_scratch_bytes,
+    experts_at_once,
     pair_bytes,
 )
+from tandem.spec.layers import pre_norm
 from tandem.spec.model_config import ModelConfig, rope_bytes
 from tandem.spec.stored import StoredFormat, StoredFormats
 
@@ -105,12 +108,12 @@ def test_a_gpu_too_small_says_what_fits() -> None:
         plan(with_gpu(free=2 * GIB - GIB // 4), kt_gpu_experts_ratio=1.0)
 
 
-TOO_SMALL = GIB + GIB // 4  # bytes of GPU memory
+TOO_SMALL = GIB + GIB // 8  # bytes of GPU memory
 
 
 def test_auto_does_without_a_gpu_that_is_too_small() -> None:
     p = plan(with_gpu(free=TOO_SMALL))
-    assert p.gpu is None and "H100 is too small: 1.1 GiB may be used" in reason(p, "device")
+    assert p.gpu is None and "H100 is too small: 1.0 GiB may be used" in reason(p, "device")
     assert p == replace(plan(machine()), decisions=p.decisions, idle=p.idle)
     assert p.idle.startswith("GPU 0 (H100) not used: H100 is too small: ")
     assert plan(with_gpu(free=TOO_SMALL), kt_gpu_experts_ratio=0.0).gpu is None
@@ -617,14 +620,42 @@ def test_late_experts_are_announced_as_lossy(asked: int, late: int) -> None:
 
 def test_rows_of_wide_experts_have_room_on_large_gpus() -> None:
     """Mixtral's 8192 tokens are one piece on 80 GB, which the plan counts; Qwen3's fit in what every GPU has. Fewer
-    tokens have fewer rows."""
+    tokens have fewer rows. Activations take the place of gates: rows as wide as a layer are beside gate and up."""
+    assert pair_bytes(4096, 14336) == 2 * (4096 + 2 * 14336)
     wide, (large, small) = named_config("mixtral-8x7b", None), (with_gpu(free=n * GIB).gpus[0] for n in (40, 12))
     rows = 8192 * 2 * pair_bytes(4096, 14336)
     few = 8192 * 8 * pair_bytes(2048, 768)
     assert few < LEAST_ROW_BYTES < rows <= expert_row_bytes(large.memory_bytes)
-    experts = {gpu: expert_scratch_bytes(gpu.memory_bytes) for gpu in (large, small)}
-    assert unpacking_bytes(large, wide, 8192) - experts[large] == rows
-    assert unpacking_bytes(large, wide, 2048) - experts[large] == rows // 4
-    assert unpacking_bytes(large, wide, 32768) - experts[large] == MOST_ROW_BYTES
-    assert unpacking_bytes(small, wide, 8192) - experts[small] == LEAST_ROW_BYTES
-    assert all(unpacking_bytes(gpu, QWEN3, 8192) - experts[gpu] == few for gpu in (large, small))
+    unpacked = {gpu: expert_scratch_bytes(gpu.memory_bytes, 8, 4096, 14336) for gpu in (large, small)}
+    assert unpacking_bytes(large, wide, 8192) - unpacked[large] == rows
+    assert unpacking_bytes(large, wide, 2048) - unpacked[large] == rows // 4
+    assert unpacking_bytes(large, wide, 32768) - unpacked[large] == MOST_ROW_BYTES
+    assert unpacking_bytes(small, wide, 8192) - unpacked[small] == LEAST_ROW_BYTES
+    for gpu in (large, small):
+        assert unpacking_bytes(gpu, QWEN3, 8192) - expert_scratch_bytes(gpu.memory_bytes, 128, 2048, 768) == few
+
+
+@pytest.mark.parametrize(
+    ("gpu_gib", "sizes", "experts"),
+    [
+        (80, (8, 4096, 14336), 3),  # Mixtral: 1008 MiB of 1280
+        (24, (8, 4096, 14336), 1),
+        (8, (8, 4096, 14336), 1),  # takes more than its share of such a GPU
+        (80, (128, 2048, 768), 128),  # Qwen3-30B-A3B: a whole layer
+        (80, (64, 2048, 1024), 64),  # OLMoE: no more than a layer has
+        (24, (256, 7168, 2048), 4),
+    ],
+)
+def test_unpacked_experts_are_counted_whole(
+    gpu_gib: int, sizes: tuple[int, int, int], experts: int
+) -> None:
+    _, hidden, width = sizes
+    assert experts_at_once(gpu_gib * GIB, *sizes) == experts
+    assert expert_scratch_bytes(gpu_gib * GIB, *sizes) == experts * 3 * hidden * width * 2
+
+
+def test_a_model_without_experts_unpacks_none() -> None:
+    """Its rows between gate, up and down are counted: in float32, and their activations."""
+    (gpu,), layer = with_gpu().gpus, pre_norm(ATTENTION, Dense(1536), NORM)
+    dense = replace(MODEL, layers=(layer,) * 30)
+    assert unpacking_bytes(gpu, dense, 64) == 64 * (2 * 4 + 2) * 1536

@@ -20,19 +20,21 @@ from torch import Tensor
 
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_cuda, needs_triton
 from kernel_cases import GGUF_BLOCKS, gguf_codes
+from live_bytes import LiveBytes
 from tandem import _core
 from tandem.formats.codes import WeightCodes, join_nibbles
 from tandem.formats.reference import decoded, magnitudes, quantise, stored
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import ExpertBiases, Routing
 from tandem.spec.activation import SILU, Activation, ActivationKind
+from tandem.spec.gpu_scratch import expert_scratch_bytes, pair_bytes
 
 if AVAILABLE:
     from tandem.kernels import which
     from tandem.kernels.gpu.expert_rows import ExpertActivation
     from tandem.kernels.gpu.ops import GpuOps
     from tandem.kernels.gpu.panels import Panels
-    from tandem.kernels.gpu.prompts import grouped, products
+    from tandem.kernels.gpu.prompts import grouped, products, rows
     from tandem.kernels.gpu.prompts.code_product import activated, multiplied
     from tandem.kernels.gpu.prompts.order import order
     from tandem.kernels.gpu.prompts.products import ExpertGroup, PromptExperts, parts_of
@@ -169,6 +171,43 @@ def test_biases(ops: GpuOps, many: None, kind: ActivationKind, fmt: str) -> None
     layer.check(*case, tolerance)
 
 
+def test_what_a_plan_counts_is_taken(ops: GpuOps, many: None) -> None:
+    """Memory of unpacked experts: of a layer that is smaller than what would have room."""
+    layer = Layer(ops, "bf16")
+    layer.check(*routed(40, 256, anyone))
+    prompts = layer.there.prompts
+    assert prompts is not None and prompts.at_once == COUNT
+    taken = 0 if prompts._made is None else prompts._made.nbytes  # codes need none
+    assert taken in (0, expert_scratch_bytes(products._memory(DEVICE), COUNT, 256, 256))
+
+
+class NoKernel:
+    """Stands for a kernel: what calls it only allocates."""
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return lambda *args, **constants: None
+
+
+@pytest.mark.parametrize(("hidden", "width"), [(64, 192), (192, 64)])
+def test_rows_take_what_a_plan_counts(
+    ops: GpuOps, monkeypatch: pytest.MonkeyPatch, hidden: int, width: int
+) -> None:
+    """Gathered rows, then results, beside gate and up, which activations take the place of."""
+    layer, (x, _, weights) = Layer(ops, "bf16", hidden, width), routed(40, hidden, anyone)
+    prompts, keys = layer.there.prompts, torch.zeros(40, TOP_K, dtype=torch.int32, device=DEVICE)
+    matrices = torch.empty(5, 2 * width, hidden, device=DEVICE), torch.empty(5, hidden, width, device=DEVICE)
+    whole = order(keys, torch.zeros(5, dtype=torch.int32, device=DEVICE), [5])
+    for kernel in ("_gather", "_between"):
+        monkeypatch.setattr(rows, kernel, NoKernel())
+    monkeypatch.setattr(products, "has_pytorchs", lambda device: True)
+    monkeypatch.setattr(products, "MANY_PAIRS", 0)
+    monkeypatch.setattr(products, "grouped_product", lambda a, b, offs: a.new_empty(len(a), b.shape[2]))
+    assert prompts is not None
+    with LiveBytes() as live:
+        prompts._products(x.to(DEVICE), whole, Routing(keys, weights), range(5), matrices)
+    assert live.most - x.nbytes * (DEVICE.type != "cpu") == keys.numel() * pair_bytes(hidden, width)
+
+
 def test_parts_and_pieces(ops: GpuOps, many: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two experts at a time, and eight tokens, of which the last piece has five. Biases follow their experts."""
     layer, case = Layer(ops, "int4"), routed(37, 256, anyone)
@@ -210,17 +249,19 @@ def test_a_row_that_is_no_number_stays_alone(ops: GpuOps, many: None) -> None:
 @pytest.mark.parametrize("mean_rows", [1, 1000])  # chooses the tile
 @pytest.mark.parametrize(("n", "k"), [(40, 24), (256, 128), (136, 200)])
 def test_our_grouped_product(n: int, k: int, mean_rows: float) -> None:
-    """Experts without rows, of one row, of several tiles and their borders; rows behind the last are nobody's.
+    """Experts without rows, of one row, of several tiles and their borders; rows behind the last are nobody's. Rows lie
+    twice as far apart as they are long, as activations do.
 
     float16 operands are exact in the sums of float32, and the result is rounded once."""
     torch.manual_seed(0)
     counts = torch.tensor([0, 1, 128, 0, 64, 65, 7, 300, 0])
     rows = int(counts.sum())
-    x, matrices = torch.randn(rows + 50, k).half(), (torch.randn(len(counts), n, k) / k**0.5).half()
+    x, matrices = torch.randn(rows + 50, 2 * k).half(), (torch.randn(len(counts), n, k) / k**0.5).half()
     ends = counts.cumsum(0).int()
-    got = grouped.grouped_product(x.to(DEVICE), matrices.to(DEVICE), ends.to(DEVICE), mean_rows).cpu()[:rows]
+    left = x.to(DEVICE)[:, :k]
+    got = grouped.grouped_product(left, matrices.to(DEVICE), ends.to(DEVICE), mean_rows).cpu()[:rows]
     whose = torch.arange(len(counts)).repeat_interleave(counts)
-    expected = torch.einsum("rk,rnk->rn", x[:rows].double(), matrices[whose].double())
+    expected = torch.einsum("rk,rnk->rn", x[:rows, :k].double(), matrices[whose].double())
     assert (got.double() - expected).norm() <= 2.0**-11 * expected.norm()
     torch.testing.assert_close(got.double(), expected, rtol=2.0**-10, atol=2.0**-10)
 

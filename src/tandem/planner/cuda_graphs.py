@@ -129,13 +129,14 @@ def prompt_graph_bytes(
 
 
 def _chunk_bytes(model: ModelConfig, rows: int, row_bytes: int) -> int:
-    """GPU bytes of rows between kernels, which all sizes and all layers share: experts and dense parts take turns."""
-    hidden = model.hidden
-    experts = 0
-    if model.moe_layers:
-        top_k = model.moe.router.top_k + model.moe.fusible_shared
-        experts = top_k * pair_bytes(model.expert_channels, model.moe.experts.width)
+    """GPU bytes of rows between kernels, which all sizes and all layers share."""
     heads = max((cost_of(mixer).row_bytes for mixer in model.mixers), default=0)
+    return fed_bytes(model, rows, row_bytes) + rows * (16 * model.hidden + heads)
+
+
+def fed_bytes(model: ModelConfig, rows: int, row_bytes: int) -> int:
+    """GPU bytes of a step's rows between the matrices of feed-forwards: experts and dense parts take turns."""
+    top_k = model.moe.router.top_k + model.moe.fusible_shared
+    experts = top_k * pair_bytes(model.expert_channels, model.moe.experts.width) if model.moe_layers else 0
     between = max((cost_of(body).between_bytes for body in model.bodies), default=0)
-    fed = max(min(rows * experts, row_bytes), min(rows * between, MLP_BYTES))
-    return fed + rows * (16 * hidden + heads)
+    return max(min(rows * experts, row_bytes), min(rows * between, MLP_BYTES))

@@ -55,6 +55,12 @@ class ExpertSizes:
         return f"{least} each" if least == most else f"{least} to {most} each"
 
 
+def unpacked_experts(model: ModelConfig) -> tuple[int, int, int]:
+    """Experts of a layer, at most: shared ones may count as such. Their channels and width."""
+    experts = model.moe.experts.count + model.moe.fusible_shared
+    return experts, model.expert_channels, model.moe.experts.width
+
+
 def expert_sizes(request: MemoryRequest) -> ExpertSizes:
     strategy = request.config.kt_expert_placement_strategy
     stored = request.stored.experts

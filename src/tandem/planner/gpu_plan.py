@@ -16,8 +16,8 @@ from tandem.planner.attention_backend import why_unread
 from tandem.planner.choices.deterministic import depends_on_others
 from tandem.planner.choices.expert_streaming import graph_bytes
 from tandem.planner.choices.left_to_ram import expert_bytes
-from tandem.planner.cuda_graphs import captured_sizes, plain_graph_sizes
-from tandem.planner.expert_sizes import expert_sizes
+from tandem.planner.cuda_graphs import captured_sizes, fed_bytes, plain_graph_sizes
+from tandem.planner.expert_sizes import expert_sizes, unpacked_experts
 from tandem.planner.forecast.ledger import VRAM, Ledger, LedgerEntry, ledger
 from tandem.planner.memory import (
     GPU_PREFILL_TOKENS,
@@ -25,16 +25,10 @@ from tandem.planner.memory import (
     MemoryPlan,
     MemoryRequest,
     gib,
-    wanted_context,
 )
 from tandem.planner.stages.pool import FIELD as STAGE_FIELD
 from tandem.planner.stages.pool import pool_of
-from tandem.spec.gpu_scratch import (
-    StepSize,
-    expert_row_bytes,
-    expert_scratch_bytes,
-    pair_bytes,
-)
+from tandem.spec.gpu_scratch import StepSize, expert_row_bytes, expert_scratch_bytes
 from tandem.spec.model_config import ModelConfig, draft_experts, embedding_bytes, rope_bytes
 from tandem.spec.stored import UNQUANTISED, StoredFormats
 
@@ -208,21 +202,20 @@ def workspace_bytes(request: MemoryRequest) -> int:
 
 
 def unpacking_bytes(gpu: Gpu, model: ModelConfig, tokens: int) -> int:
-    """For unpacked experts of steps of so many tokens, and for these experts' rows."""
-    pairs = tokens * (model.moe.router.top_k + model.moe.fusible_shared)
-    rows = pairs * pair_bytes(model.expert_channels, model.moe.experts.width)
-    return expert_scratch_bytes(gpu.memory_bytes) + min(rows, expert_row_bytes(gpu.memory_bytes))
+    """For unpacked experts of steps of so many tokens, and for rows between the matrices of feed-forwards."""
+    rows = fed_bytes(model, tokens, expert_row_bytes(gpu.memory_bytes))
+    return expert_scratch_bytes(gpu.memory_bytes, *unpacked_experts(model)) + rows
 
 
 def step_rows(request: MemoryRequest, tokens: int) -> int:
     """Rows of a step, at most. tokens: the default where no chunk size was asked for."""
     chunk = request.config.chunked_prefill_size
-    return tokens if chunk is None else chunk if chunk > 0 else wanted_context(request)[0]
+    return tokens if chunk is None else chunk if chunk > 0 else request.longest_sequence
 
 
 def scratch_bytes(request: MemoryRequest, tokens: int = GPU_PREFILL_TOKENS) -> int:
     """That layers share. tokens: of a step, if nothing was asked."""
-    context, rows = wanted_context(request)[0], step_rows(request, tokens)
+    context, rows = request.longest_sequence, step_rows(request, tokens)
     hyper, hidden, kinds = request.model.layers[0].hyper, request.model.hidden, set(request.model.bodies)
     size, streams = StepSize(rows, context, request.max_running_requests), 0 if hyper is None else hyper.streams
     mixed = 0 if hyper is None else cost_of(hyper).scratch_bytes(size, hidden, streams)

@@ -132,7 +132,13 @@ class MemoryRequest:
     @cached_property
     def rope_bytes(self) -> int:
         """Bytes of rotary tables, at most: for every position of the planned context."""
-        return rope_bytes(self.model, wanted_context(self)[0])
+        return rope_bytes(self.model, self.longest_sequence)
+
+    @cached_property
+    def longest_sequence(self) -> int:
+        """Tokens of a sequence, at most: no more than all sequences may have together."""
+        context, max_tokens = wanted_context(self)[0], self.config.max_total_tokens
+        return context if max_tokens is None else min(context, max_tokens)
 
     @cached_property
     def weight_bytes(self) -> int:

@@ -47,14 +47,9 @@ def unpacked_bytes(hidden: int, width: int) -> int:
 
 
 def pair_bytes(hidden: int, width: int) -> int:
-    """Bytes of a row of one expert, at most. As gathered and times gate and up; or these and their activation; or that
-    and the result."""
-    return 2 * max(hidden + 2 * width, 3 * width)
-
-
-def expert_scratch_bytes(gpu_bytes: int) -> int:
-    """On a GPU of so much memory."""
-    return max(LEAST_EXPERT_BYTES, min(MOST_EXPERT_BYTES, gpu_bytes // EXPERT_SHARE))
+    """Bytes of a row of one expert, at most. As gathered and times gate and up; or these, which become their activation
+    where they are, and the result."""
+    return 2 * (hidden + 2 * width)
 
 
 def expert_row_bytes(gpu_bytes: int) -> int:
@@ -62,9 +57,16 @@ def expert_row_bytes(gpu_bytes: int) -> int:
     return max(LEAST_ROW_BYTES, min(MOST_ROW_BYTES, gpu_bytes // ROW_SHARE))
 
 
-def experts_at_once(hidden: int, width: int, scratch: int) -> int:
-    """How many are unpacked together; one may need more than the scratch. PyTorch refuses 1024 groups."""
-    return min(1023, max(1, scratch // unpacked_bytes(hidden, width)))
+def experts_at_once(gpu_bytes: int, experts: int, hidden: int, width: int) -> int:
+    """How many of a layer's experts are unpacked together on a GPU of so much memory. One always is. PyTorch refuses
+    1024 groups."""
+    room = max(LEAST_EXPERT_BYTES, min(MOST_EXPERT_BYTES, gpu_bytes // EXPERT_SHARE))
+    return min(1023, max(1, min(experts, room // max(1, unpacked_bytes(hidden, width)))))
+
+
+def expert_scratch_bytes(gpu_bytes: int, experts: int, hidden: int, width: int) -> int:
+    """Bytes of those unpacked experts."""
+    return experts_at_once(gpu_bytes, experts, hidden, width) * unpacked_bytes(hidden, width)
 
 
 # Of experts that travel to the GPU for a step (`experts/streaming/`).

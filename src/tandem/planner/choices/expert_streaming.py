@@ -5,15 +5,9 @@ from __future__ import annotations
 from tandem.flags.engine_config import EngineConfig
 from tandem.machine.gpus import Gpu
 from tandem.planner.cuda_graphs import prompt_graph_bytes
-from tandem.planner.expert_sizes import expert_sizes
+from tandem.planner.expert_sizes import expert_sizes, unpacked_experts
 from tandem.planner.memory import MemoryRequest, long_step_tokens
-from tandem.spec.gpu_scratch import (
-    StagingRing,
-    expert_row_bytes,
-    expert_scratch_bytes,
-    experts_at_once,
-    ring_of,
-)
+from tandem.spec.gpu_scratch import StagingRing, expert_row_bytes, experts_at_once, ring_of
 from tandem.spec.model_config import STORED, ModelConfig
 from tandem.spec.stored import StoredFormats
 
@@ -61,9 +55,7 @@ def threshold_not_reached(config: EngineConfig, model: ModelConfig) -> str:
 
 def ring_for(request: MemoryRequest, gpu: Gpu) -> StagingRing:
     """Where experts travel to."""
-    model, scratch = request.model, expert_scratch_bytes(gpu.memory_bytes)
-    at_once = experts_at_once(model.expert_channels, model.moe.experts.width, scratch)
-    return ring_of(expert_sizes(request).largest, at_once)
+    return ring_of(expert_sizes(request).largest, experts_at_once(gpu.memory_bytes, *unpacked_experts(request.model)))
 
 
 def graph_bytes(request: MemoryRequest, gpu: Gpu, sizes: tuple[int, ...], streamed: bool, reserved_sms: int) -> int:

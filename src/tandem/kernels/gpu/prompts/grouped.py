@@ -16,7 +16,7 @@ COLUMNS, DEPTH, STAGES = 128, 64, 3  # with many rows 96 KiB of shared memory, w
 
 
 @triton.jit(do_not_specialize=["experts"], do_not_specialize_on_alignment=["ends"])
-def _grouped(x, matrices, ends, out, experts, n, k, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
+def _grouped(x, matrices, ends, out, experts, n, k, stride, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
              COLUMNS: tl.constexpr, DEPTH: tl.constexpr):  # fmt: skip
     tile, e = tl.program_id(1), tl.arange(0, EXPERTS)
     end = tl.load(ends + e, e < experts, other=0)
@@ -29,7 +29,7 @@ def _grouped(x, matrices, ends, out, experts, n, k, EXPERTS: tl.constexpr, ROWS:
     first = tl.sum(tl.where(e == expert, begin + (tile - after + tiles) * ROWS, 0), 0)
     row, last = (first + tl.arange(0, ROWS)).to(tl.int64), tl.sum(tl.where(e == expert, end, 0), 0)
     column, inner = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
-    left = x + row[:, None] * k + inner[None, :]
+    left = x + row[:, None] * stride + inner[None, :]
     right = matrices + expert.to(tl.int64) * n * k + column[None, :].to(tl.int64) * k + inner[:, None]
     sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for start in range(0, k, DEPTH):
@@ -45,14 +45,15 @@ def grouped_product(x: Tensor, matrices: Tensor, ends: Tensor, mean_rows: float)
     """bfloat16 [R, N]: row r of x [R, K] times the transpose of its expert's [N, K]; nothing is written to rows of
     nobody.
 
-    matrices [E, N, K], contiguous; ends int32 [E]: the row behind each expert's last. mean_rows: of an expert, about.
+    x: rows may lie apart. matrices [E, N, K], contiguous; ends int32 [E]: the row behind each expert's last. mean_rows:
+    of an expert, about.
     """
     experts, n, k = matrices.shape
     rows = MANY_ROWS if mean_rows > FEW_ROWS else FEW_ROWS
     out = x.new_empty(len(x), n)
     grid = triton.cdiv(n, COLUMNS), len(x) // rows + experts
     _grouped[grid](
-        x, matrices, ends, out, experts, n, k, EXPERTS=max(EXPERTS, triton.next_power_of_2(experts)), ROWS=rows,
-        COLUMNS=COLUMNS, DEPTH=DEPTH, num_warps=8 if rows == MANY_ROWS else 4, num_stages=STAGES,
+        x, matrices, ends, out, experts, n, k, x.stride(0), EXPERTS=max(EXPERTS, triton.next_power_of_2(experts)),
+        ROWS=rows, COLUMNS=COLUMNS, DEPTH=DEPTH, num_warps=8 if rows == MANY_ROWS else 4, num_stages=STAGES,
     )  # fmt: skip
     return out

@@ -26,7 +26,7 @@ from tandem.kernels.gpu.prompts.unpack import Packed, unpack
 from tandem.kernels.ops import Routing
 from tandem.kernels.which import from_codes
 from tandem.planner.cuda_graphs import PROMPT_SIZES
-from tandem.spec.gpu_scratch import expert_row_bytes, expert_scratch_bytes, experts_at_once, pair_bytes
+from tandem.spec.gpu_scratch import expert_row_bytes, experts_at_once, pair_bytes, unpacked_bytes
 
 ALIGNED = 8  # numbers: grouped products read rows 16 bytes at a time
 ALIGNED_TOKENS = 64
@@ -72,13 +72,13 @@ def _row_bytes(device: torch.device) -> int:
 _scratches: WeakValueDictionary[tuple[torch.device, int], Tensor] = WeakValueDictionary()
 
 
-def _scratch(device: torch.device, numbers: int) -> Tensor:
-    """Memory into which experts are unpacked, one part after the other, bfloat16 [numbers]. All layers of a shape share
-    it, and keep it: CUDA graphs know where it is."""
-    scratch = _scratches.get((device, numbers))
+def _scratch(device: torch.device, nbytes: int) -> Tensor:
+    """Memory into which experts are unpacked, one part after the other, bfloat16. All layers of a shape share it, and
+    keep it: CUDA graphs know where it is."""
+    scratch = _scratches.get((device, nbytes))
     if scratch is None:
         with torch.inference_mode(False):
-            scratch = _scratches[device, numbers] = torch.empty(numbers, dtype=torch.bfloat16, device=device)
+            scratch = _scratches[device, nbytes] = torch.empty(nbytes // 2, dtype=torch.bfloat16, device=device)
     return scratch
 
 
@@ -101,7 +101,7 @@ class PromptExperts:
         self._experts = experts
         self.codes = all(code_product.reads(panels, device) for panels in (gate_up, down))
         self.hidden, self.width = gate_up.depth, between.width
-        self.at_once = experts_at_once(self.hidden, self.width, expert_scratch_bytes(_memory(device)))
+        self.at_once = experts_at_once(_memory(device), experts, self.hidden, self.width)
         self._made: Tensor | None = None
 
     @staticmethod
@@ -149,7 +149,8 @@ class PromptExperts:
         """Gate and up [experts, 2 width, hidden], down [experts, hidden, width]."""
         each = self.width * self.hidden
         if self._made is None:
-            self._made = _scratch(part.packed.pool.device, max(self.at_once, part.count) * 3 * each)
+            nbytes = max(self.at_once, part.count) * unpacked_bytes(self.hidden, self.width)
+            self._made = _scratch(part.packed.pool.device, nbytes)
         scratch = self._made
         first = part.count * 2 * self.between.rows * self.hidden
         gate_up, down, _ = scratch.split([first, part.count * each, scratch.numel() - first - part.count * each])
@@ -175,10 +176,8 @@ class PromptExperts:
         (gate_up, down), mean = which, len(gathered) / len(order.ends)
         product = _product_of(x, len(gathered), mean)
         both = product(gathered, gate_up, ends)
-        del gathered  # its memory is the next rows' (`pair_bytes`)
-        between = rows.activate(both, ends, whose, self.between)
-        del both
-        return product(between, down, ends)
+        del gathered  # its memory is the result's (`pair_bytes`)
+        return product(rows.activate(both, ends, whose, self.between), down, ends)
 
 
 def _product_of(x: Tensor, pairs: int, mean_rows: float) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

@@ -42,8 +42,9 @@ def _gather(x, keys, ranks, first, ids, out, whose, width, head, tail, TOP_K: tl
 
 
 @triton.jit(do_not_specialize_on_alignment=["last"])
-def _between(gate_up, last, whose, biases, out, width, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+def _between(gate_up, last, whose, biases, width, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
              GATED: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Written where gates were: nobody else reads a program's tile."""
     begin, end = tl.program_id(0).to(tl.int64) * ROWS, tl.load(last)
     if begin >= end:
         return
@@ -59,11 +60,10 @@ def _between(gate_up, last, whose, biases, out, width, KIND: tl.constexpr, ALPHA
         up += tl.load(bias + width, inside, other=0.0)
     if GATED:
         y = activated(gate, up, KIND, ALPHA, LIMIT)
-        tl.store(out + row[:, None] * width + column[None, :], y.to(tl.bfloat16), inside)
+        tl.store(at, y.to(tl.bfloat16), inside)
     else:
-        to = out + row[:, None] * 2 * width + column[None, :]
-        tl.store(to, relu2(gate).to(tl.bfloat16), inside)
-        tl.store(to + width, relu2(up).to(tl.bfloat16), inside)
+        tl.store(at, relu2(gate).to(tl.bfloat16), inside)
+        tl.store(at + width, relu2(up).to(tl.bfloat16), inside)
 
 
 @triton.jit(do_not_specialize=["head", "tail"], do_not_specialize_on_alignment=["first"])
@@ -104,16 +104,15 @@ def gather(x: Tensor, order: Order, ids: Tensor | None, keys: range) -> tuple[Te
 
 
 def activate(gate_up: Tensor, ends: Tensor, whose: Tensor, between: ExpertActivation) -> Tensor:
-    """bfloat16 [rows, 2 width], gates first -> their activation, [rows, width], of the first ends[-1] rows. Without
-    gates [rows, width] -> [rows, width]. whose int32 [rows]: read where experts have biases."""
+    """bfloat16 [rows, 2 width], gates first -> their activation, [rows, width], of the first ends[-1] rows, where the
+    gates were. Without gates [rows, width] -> [rows, width]. whose int32 [rows]: read where experts have biases."""
     rows, width = gate_up.shape[0], between.rows
-    out = gate_up.new_empty((rows, between.width))
     biases = gate_up if between.gate_up is None else between.gate_up
     _between[triton.cdiv(rows, GATED_ROWS), triton.cdiv(width, GATED_COLUMNS)](
-        gate_up, ends[-1:], whose, biases, out, width, **between.constants(), ROWS=GATED_ROWS, BLOCK=GATED_COLUMNS,
+        gate_up, ends[-1:], whose, biases, width, **between.constants(), ROWS=GATED_ROWS, BLOCK=GATED_COLUMNS,
         num_warps=4,
     )  # fmt: skip
-    return out
+    return gate_up[:, : between.width]
 
 
 def add(
