@@ -10,7 +10,7 @@ prediction sees a measured time of a model. Rows: `predicted_low`, `predicted_hi
     python benchmarks/plan_measured.py --tight --out benchmarks/results
 
 runs plans whole that fill a small GPU, of which another process holds the rest (`tandem.bench.tight`). Rows: memory
-that was planned and used, and speeds as above. `--only 0` and `--only 1`: one of them.
+that was planned and used, that of steps apart, and speeds as above. `--only 0` to `--only 2`: one of them.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from tandem.machine.machine import TIERS
 from tandem.planner.forecast.advice import PlanQuestion
 from tandem.planner.forecast.machine_spec import MachineWish, wished_speeds
 from tandem.planner.forecast.speeds import Speeds
+from tandem.planner.gpu_plan import GPU_WORKSPACE_BYTES
 from tandem.spec.stored import StoredFormats
 
 H200 = Gpu("NVIDIA H200", 141 * GIB, 140 * GIB, "gen5 x16", capability=(9, 0))
@@ -26,11 +27,11 @@ HOST = replace(machine(16), total_memory=128 * GIB, available_memory=120 * GIB, 
 
 
 def question(case: tight.TightCase) -> PlanQuestion:
-    small = tight.cut(HOST, H200, case.gpu_gib)
+    small = tight.cut(HOST, H200, case)
     return tight.tight_question(case, small, wished_speeds(MachineWish(), small, None))
 
 
-@pytest.mark.parametrize("case", tight.CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", tight.CASES[:2], ids=lambda case: case.name)
 def test_its_plans_are_tight_and_fit_its_machine(case: tight.TightCase) -> None:
     """Something is given up for room, little is left, and experts travel; the CPU's part is made up in seconds."""
     plan = question(case).plan()
@@ -38,6 +39,21 @@ def test_its_plans_are_tight_and_fit_its_machine(case: tight.TightCase) -> None:
     vram, ram = plan.ledgers
     assert 0 <= vram.left_bytes < 0.02 * vram.budget_bytes and vram.free_bytes == case.gpu_gib * GIB
     assert ram.total_bytes < 32 * GIB and plan.context_length > 16000
+
+
+def test_wide_experts_take_the_scratch_of_a_large_gpu() -> None:
+    """Three of Mixtral's experts are unpacked at once, and rows of a whole chunk: of 80 GB, with 12 GB free. One expert
+    more has no room, so kernels' memory is short, too."""
+    (case,) = (case for case in tight.CASES if case.scratch_gib)
+    asked = question(case)
+    plan, each = asked.plan(), 3 * 4096 * 14336 * 2
+    vram, ram = plan.ledgers
+    entries = {entry.name: entry.nbytes for entry in vram.entries}
+    assert plan.gpu is not None and 0 < plan.gpu.experts < 4 * 8 and plan.gpu.ring_bytes
+    assert len(asked.model.layers) == 4 and plan.context_length > plan.max_step_tokens == 8192
+    rows = 8192 * 2 * 2 * (4096 + 2 * 14336)
+    assert entries["workspace"] + entries["attention sums"] == GPU_WORKSPACE_BYTES + 3 * each + rows
+    assert 0 <= vram.left_bytes < each and vram.free_bytes == 12 * GIB and ram.total_bytes < 16 * GIB
 
 
 def test_its_rows_say_what_holds() -> None:
@@ -52,6 +68,9 @@ def test_its_rows_say_what_holds() -> None:
     assert [row["what"] for row in found] == ["memory", "decoding", "prompt of 2048"]
     assert all(row["holds"] for row in found) and found[0]["gpu_ratio"] == pytest.approx(0.98, abs=1e-3)
     assert "embedding in CPU memory" in found[0]["given_up"]
+    steps = sum(found[0]["planned"].get(name, 0) for name in ("workspace", "attention sums", "prompt scratch"))
+    assert found[0]["workspace_planned"] == steps + found[0]["planned"]["graph logits"]
+    assert found[0]["workspace_planned"] - found[0]["workspace_used"] == total - good.used
     slow, fast = predicted.decode[1].low * 0.9, predicted.prompt.high * 1.1
     bad = good._replace(used=int(total * 1.04), prompt=fast, decode=slow)
     assert not any(row["holds"] for row in tight.rows(case, asked, plan, bad))

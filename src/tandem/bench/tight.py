@@ -58,19 +58,31 @@ HOLDER_SECONDS = 60.0
 @dataclass(frozen=True, slots=True)
 class TightCase:
     """gpu_gib: of the small GPU. experts: of a layer, 0: as the architecture has them; fewer fit into RAM, and the GPU
-    takes as much. dense: as dense matrices are stored."""
+    takes as much. dense: as dense matrices are stored. layers: the first ones, 0: all. scratch_gib: memory of the GPU
+    that kernels' scratch goes by, 0: `gpu_gib`."""
 
     name: str
     gpu_gib: int
     experts: int = 0
     dense: str = "bf16"
     flags: Mapping[str, Any] = field(default_factory=dict)
+    layers: int = 0
+    scratch_gib: int = 0
+
+    @property
+    def scratch_bytes(self) -> int:
+        return (self.scratch_gib or self.gpu_gib) * GIB
 
 
 CASES = (
     TightCase("deepseek-v3", 24, 16, "fp8", {"kt_method": "INT4", "mem_fraction_static": 0.97}),
     TightCase("qwen3.5-35b-a3b", 8, flags={"kt_method": "INT4"}),
-)
+    TightCase(  # wide experts in bf16: most memory of unpacked ones and of rows, as on 80 GB
+        "mixtral-8x7b", 12, layers=4, scratch_gib=80, flags={"mem_fraction_static": 0.95, "max_total_tokens": 16640},
+    ),
+)  # fmt: skip
+LASTING = ("dense weights", "experts", "KV cache", "states", "rotary tables", "ring")
+"""Entries of a plan that are there before a step; all others are its workspace."""
 
 
 class MemoryFigures(NamedTuple):
@@ -89,14 +101,15 @@ def tight_question(case: TightCase, machine: Machine, speeds: Speeds) -> PlanQue
     """With experts in bf16, which are rounded while loading."""
     model = named_config(case.name, None)
     model = with_experts(model, case.experts or model.moe.experts.count)
+    model = dataclasses.replace(model, layers=model.layers[: case.layers or None])
     config = EngineConfig.from_keywords(case.name, **case.flags)
     return PlanQuestion(config, model, machine, stored_as(model, case.dense, "bf16"), speeds)
 
 
-def cut(machine: Machine, gpu: Gpu, gib: int) -> Machine:
+def cut(machine: Machine, gpu: Gpu, case: TightCase) -> Machine:
     """With this GPU alone, as if it had so much memory."""
-    nbytes = gib * GIB
-    small = dataclasses.replace(gpu, memory_bytes=nbytes, free_bytes=min(gpu.free_bytes, nbytes))
+    free = min(gpu.free_bytes, case.gpu_gib * GIB)
+    small = dataclasses.replace(gpu, memory_bytes=case.scratch_bytes, free_bytes=free)
     return dataclasses.replace(machine, gpus=(small,))
 
 
@@ -131,11 +144,11 @@ def measured(case: TightCase, machine: Machine) -> list[dict[str, Any]]:
     """Rows: of memory, of decoding, of a prompt."""
     use_one_torch_thread()
     free_bytes = case.gpu_gib * GIB
-    with held(free_bytes), sized_as(free_bytes):
+    with held(free_bytes), sized_as(case.scratch_bytes):
         gpus, why = detect_gpus()  # before this process has a context, which the plan's workspace has to hold
         if not gpus:
             raise ConfigError(f"no GPU to cut: {why}")
-        small = cut(machine, gpus[0], case.gpu_gib)
+        small = cut(machine, gpus[0], case)
         probe = MachineProbe(small)
         torch.cuda.empty_cache()
         question = tight_question(case, small, wished_speeds(MachineWish(), small, probe.speeds()))
@@ -176,15 +189,18 @@ def ran(running: RunningSample, plan: Plan, free: int, probe: MachineProbe) -> M
 def rows(case: TightCase, question: PlanQuestion, plan: Plan, readings: MemoryFigures) -> list[dict[str, Any]]:
     """As they are kept."""
     keys = {
-        "bench": "plan_tight", "config": case.name, "experts": question.model.moe.experts.count,
+        "bench": "plan_tight", "config": case.name, "experts": question.model.moe.experts.count, "layers": case.layers,
         "gpu_gib": case.gpu_gib, "dense": case.dense, "flags": dict(case.flags), "given_up": given_up(plan),
         "context": plan.context_length,
     }  # fmt: skip
     (vram,) = (ledger for ledger in plan.ledgers if ledger.place == VRAM)
     ratio = readings.used / vram.total_bytes
+    lasting = sum(entry.nbytes for entry in vram.entries if entry.name in LASTING)
     memory = {
         "what": "memory", "gpu_planned": vram.total_bytes, "gpu_used": readings.used, "gpu_ratio": round(ratio, 4),
         "gpu_free": vram.free_bytes, "torch_held": readings.held, "torch_allocated": readings.allocated,
+        "workspace_planned": vram.total_bytes - lasting, "workspace_used": readings.used - lasting,
+        "workspace_allocated": readings.allocated - lasting,
         "planned": {entry.name: entry.nbytes for entry in vram.entries if entry.nbytes},
         "holds": abs(ratio - 1) <= CLOSE,
     }  # fmt: skip
