@@ -85,6 +85,7 @@ class GpuPlan:
     embedding_in_ram: bool = False  # in pinned CPU memory, whose rows the GPU reads
     cramped: str = ""  # what the plan lacks for want of GPU memory
     stages: tuple[StagePlan, ...] = ()  # whose layers are on several GPUs; (): one GPU has all of them
+    pipelined_chunks: int = 1  # of one prompt, at most, that stages compute one behind the other in a step
 
     @property
     def streams_experts(self) -> bool:
