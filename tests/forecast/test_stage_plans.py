@@ -7,9 +7,10 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from gpu_questions import HERE, NEXT, decision, predicted, question
+from gpu_questions import HERE, NEXT, decision, model_of, predicted, question
 from tandem.errors import ConfigError, DoesNotFit
 from tandem.planner.forecast.advice import ways_to_go_faster
+from tandem.planner.stages.chunks import MOST_CHUNKS, border_bytes
 from tandem.planner.stages.pool import gpus_of_stages
 from tandem.planner.stages.sized import StageSizes, some_layers
 from tandem.planner.stages.split import fits, shares, split
@@ -187,3 +188,37 @@ def test_each_stage_has_pinned_memory_of_its_own() -> None:
         return float(next(part for part in reason.split(", ") if part.endswith("handoff")).split(" MiB")[0])
 
     assert pinned("4x24GB", 4) > 1.9 * pinned("2x24GB", 2) > 0
+
+
+def test_prompts_are_pipelined_where_all_experts_are_on_gpus() -> None:
+    """In long chunks, for a prompt alone; each further GPU has room for two chunks that come."""
+    for gpus, chunks, rows in (("2x80GB", MOST_CHUNKS, 8192), ("2x24GB", 1, 2048)):
+        asked = question("qwen3-30b-a3b", gpus, pipeline_parallel_size=2)
+        plan = asked.plan()
+        assert plan.gpu is not None
+        assert (plan.gpu.pipelined_chunks, plan.max_step_tokens) == (chunks, rows)
+        ledger = next(each for each in plan.ledgers if each.place == "VRAM")
+        borders = sum(entry.nbytes for entry in ledger.entries if entry.name == "borders")
+        assert borders == (border_bytes(asked.model, rows) if chunks > 1 else 0)
+        assert decision(plan, "prompts").value == ("pipelined over stages" if chunks > 1 else "stages take turns")
+        for stage, gpu in zip(plan.gpu.stages, asked.machine.gpus, strict=True):
+            assert stage.nbytes + borders < 0.9 * gpu.free_bytes
+
+
+def test_borders_have_room_for_two_chunks_of_every_tensor_that_crosses() -> None:
+    plain, shared = (model_of(name, HERE)[0] for name in ("qwen3-30b-a3b", "glm-4.5-air"))
+    assert border_bytes(plain, 100) == 2 * 2 * 100 * plain.hidden * 2
+    assert border_bytes(shared, 100) == 2 * 3 * 100 * shared.hidden * 2
+
+
+def test_the_cache_is_shorter_where_borders_would_take_experts_off_the_gpus() -> None:
+    """Down to one context; a length that was asked for stays, and experts go, or are refused."""
+    asked = question("qwen3-30b-a3b", "4x24GB", pipeline_parallel_size=4)
+    plan = asked.plan()
+    assert plan.gpu is not None and plan.gpu.experts == asked.model.routed_experts
+    assert "borders between stages" in decision(plan, "KV cache").reason
+    tokens = plan.num_pages * plan.page_size
+    assert tokens >= plan.context_length
+    longer = replace(asked, config=replace(asked.config, max_total_tokens=tokens + 20_000)).plan()
+    assert longer.gpu is not None and longer.gpu.experts < asked.model.routed_experts
+    assert longer.num_pages * longer.page_size >= tokens + 20_000

@@ -27,6 +27,7 @@ from tandem.planner.memory import (
     gib,
     wanted_context,
 )
+from tandem.planner.stages.chunks import border_bytes
 from tandem.planner.stages.pool import FIELD as STAGE_FIELD
 from tandem.planner.stages.pool import pool_of
 from tandem.spec.gpu_scratch import (
@@ -162,6 +163,8 @@ def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, memory: MemoryPl
     sums = min(GPU_WORKSPACE_BYTES, decode_sums_bytes(request.model, max(plan.graph_sizes, default=1)))
     unpacking = unpacking_bytes(gpu, request.model, step_rows(request, plan.step_tokens))
     others, stages = GPU_WORKSPACE_BYTES - sums + unpacking, max(1, len(plan.stages))
+    pipelined = plan.pipelined_chunks > 1
+    borders = (stages - 1) * border_bytes(request.model, step_rows(request, plan.step_tokens)) * pipelined
     each_stage = workspace_bytes(request) + unpacking + scratch - scratch_bytes(request) + plan.ring_bytes
     entries = [
         LedgerEntry(
@@ -183,6 +186,7 @@ def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, memory: MemoryPl
         LedgerEntry("attention sums", sums, "of rows that decode, a part of their keys each"),
         LedgerEntry("workspace", others, "of one step, libraries, CUDA graphs"),
         LedgerEntry("other stages", (stages - 1) * each_stage, "of each further GPU"),
+        LedgerEntry("borders", borders, "two chunks of a prompt, on their way to each further GPU"),
         LedgerEntry("ring", plan.ring_bytes, "of experts that travel to the GPU for a step"),
     ]
     return ledger(VRAM, entries, memory.budget_bytes, gpu.free_bytes)

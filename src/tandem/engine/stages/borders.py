@@ -19,9 +19,7 @@ import torch
 from torch import Tensor
 
 from tandem.models.staged import Carry
-
-BUFFERS = 2
-"""Chunks that a border has room for: one that is read, one that comes."""
+from tandem.planner.stages.chunks import BORDER_BUFFERS as BUFFERS
 
 
 class Border(Protocol):
