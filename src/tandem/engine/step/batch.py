@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tandem.engine.sequence import Chunk, Sequence
 from tandem.engine.vision.sequence_images import seen_of, turns_of
+from tandem.kernels.step_lengths import note_lengths
 from tandem.models.batch import ForwardBatch, ImageRowBatch
 
 
@@ -352,7 +353,9 @@ def moved(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
     copies: dict[str, Any] = {name: to_device(tensor) for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
     copies["seen"] = None if batch.seen is None else seen_on(batch.seen, device)
     copies["windows"] = None if batch.windows is None else moved(batch.windows, device)
-    return replace(batch, **copies)
+    device_batch = replace(batch, **copies)
+    note_lengths(device_batch, batch)
+    return device_batch
 
 
 def seen_on(images: ImageRowBatch, device: torch.device) -> ImageRowBatch:
