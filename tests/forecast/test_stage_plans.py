@@ -13,6 +13,7 @@ from tandem.planner.forecast.advice import ways_to_go_faster
 from tandem.planner.stages.chunks import MOST_CHUNKS, border_bytes
 from tandem.planner.stages.pool import gpus_of_stages
 from tandem.planner.stages.sized import StageSizes, some_layers
+from tandem.planner.stages.speeds import pipelined_share
 from tandem.planner.stages.split import fits, shares, split
 
 GIB = 1 << 30
@@ -102,6 +103,14 @@ def test_stages_are_advised_where_gpus_are_no_ranks(gpus: str, advised: bool) ->
     asked = question(NEXT, gpus)
     changes = [way.change for way in ways_to_go_faster(asked, asked.plan())]
     assert any(change.startswith("--pipeline-parallel-size") for change in changes) == advised
+
+
+def test_stages_are_advised_where_equal_gpus_cannot_share_the_model() -> None:
+    """Blocks of gpt-oss' experts do not divide among four; stages beat two ranks there."""
+    asked = question("gpt-oss-120b", "4x4090")
+    assert asked.fits(tensor_parallel_size=2) and not asked.fits(tensor_parallel_size=4)
+    changes = [way.change for way in ways_to_go_faster(asked, asked.plan()) if "parallel" in way.change]
+    assert changes == ["--pipeline-parallel-size 4", "--tensor-parallel-size 2"]
 
 
 def test_layers_of_all_stages_are_the_whole_model() -> None:
@@ -222,3 +231,27 @@ def test_the_cache_is_shorter_where_borders_would_take_experts_off_the_gpus() ->
     longer = replace(asked, config=replace(asked.config, max_total_tokens=tokens + 20_000)).plan()
     assert longer.gpu is not None and longer.gpu.experts < asked.model.routed_experts
     assert longer.num_pages * longer.page_size >= tokens + 20_000
+
+
+@pytest.mark.parametrize(("chunks", "least", "most"), [(1, 0.95, 1.0), (2, 1.2, 4 / 3), (4, 1.35, 1.6), (8, 1.55, 1.8)])
+def test_a_pipelined_prompt_is_forecast_as_faster_with_each_chunk(chunks: int, least: float, most: float) -> None:
+    """Of equal chunks n of 2 stages take n + 1 halves; later chunks attend to more tokens, and take longer."""
+    one, two = (question("qwen3-30b-a3b", "2x141GB", pp=count) for count in (1, 2))
+    plans = [asked.plan() for asked in (one, two)]
+    assert plans[0].max_step_tokens == plans[1].max_step_tokens
+    # A context may be shorter than eight chunks: so chunks are.
+    rows = min(plan.context_length for plan in plans) // 8 // 64 * 64
+    short = [replace(plan, max_step_tokens=rows) for plan in plans]
+    rates = [
+        asked.predicted(plan, prompt=rows * chunks).prompt for asked, plan in zip((one, two), short, strict=True)
+    ]
+    assert least <= rates[1].middle / rates[0].middle <= most + 1e-9
+    assert rates[1].high <= rates[1].bound
+
+
+def test_the_host_starts_kernels_of_all_stages() -> None:
+    gpu = question("qwen3-30b-a3b", "2x80GB", pp=2).plan().gpu
+    assert pipelined_share([1.0] * 4, gpu, 0.0) == pytest.approx(5 / 8)
+    assert pipelined_share([1.0] * 4, gpu, 3.6) == pytest.approx(0.9)
+    assert pipelined_share([1.0, 2.0, 3.0], gpu, 0.0) == pytest.approx((6 + 3) / 12)
+    assert pipelined_share([1.0] * 4, None, 4.0) == pipelined_share([1.0], gpu, 1.0) == 1.0
