@@ -7,11 +7,13 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from gpu_questions import HERE, NEXT, decision, predicted, question
+from gpu_questions import HERE, NEXT, decision, model_of, predicted, question
 from tandem.errors import ConfigError, DoesNotFit
 from tandem.planner.forecast.advice import ways_to_go_faster
+from tandem.planner.stages.chunks import MOST_CHUNKS, border_bytes
 from tandem.planner.stages.pool import gpus_of_stages
 from tandem.planner.stages.sized import StageSizes, some_layers
+from tandem.planner.stages.speeds import pipelined_share
 from tandem.planner.stages.split import fits, shares, split
 
 GIB = 1 << 30
@@ -103,6 +105,14 @@ def test_stages_are_advised_where_gpus_are_no_ranks(gpus: str, advised: bool) ->
     assert any(change.startswith("--pipeline-parallel-size") for change in changes) == advised
 
 
+def test_stages_are_advised_where_equal_gpus_cannot_share_the_model() -> None:
+    """Blocks of gpt-oss' experts do not divide among four; stages beat two ranks there."""
+    asked = question("gpt-oss-120b", "4x4090")
+    assert asked.fits(tensor_parallel_size=2) and not asked.fits(tensor_parallel_size=4)
+    changes = [way.change for way in ways_to_go_faster(asked, asked.plan()) if "parallel" in way.change]
+    assert changes == ["--pipeline-parallel-size 4", "--tensor-parallel-size 2"]
+
+
 def test_layers_of_all_stages_are_the_whole_model() -> None:
     """Their bytes, too: the head and the last norm once."""
     asked = question(NEXT, "2x4090", pipeline_parallel_size=2)
@@ -187,3 +197,61 @@ def test_each_stage_has_pinned_memory_of_its_own() -> None:
         return float(next(part for part in reason.split(", ") if part.endswith("handoff")).split(" MiB")[0])
 
     assert pinned("4x24GB", 4) > 1.9 * pinned("2x24GB", 2) > 0
+
+
+def test_prompts_are_pipelined_where_all_experts_are_on_gpus() -> None:
+    """In long chunks, for a prompt alone; each further GPU has room for two chunks that come."""
+    for gpus, chunks, rows in (("2x80GB", MOST_CHUNKS, 8192), ("2x24GB", 1, 2048)):
+        asked = question("qwen3-30b-a3b", gpus, pipeline_parallel_size=2)
+        plan = asked.plan()
+        assert plan.gpu is not None
+        assert (plan.gpu.pipelined_chunks, plan.max_step_tokens) == (chunks, rows)
+        ledger = next(each for each in plan.ledgers if each.place == "VRAM")
+        borders = sum(entry.nbytes for entry in ledger.entries if entry.name == "borders")
+        assert borders == (border_bytes(asked.model, rows) if chunks > 1 else 0)
+        assert decision(plan, "prompts").value == ("pipelined over stages" if chunks > 1 else "stages take turns")
+        for stage, gpu in zip(plan.gpu.stages, asked.machine.gpus, strict=True):
+            assert stage.nbytes + borders < 0.9 * gpu.free_bytes
+
+
+def test_borders_have_room_for_two_chunks_of_every_tensor_that_crosses() -> None:
+    plain, shared = (model_of(name, HERE)[0] for name in ("qwen3-30b-a3b", "glm-4.5-air"))
+    assert border_bytes(plain, 100) == 2 * 2 * 100 * plain.hidden * 2
+    assert border_bytes(shared, 100) == 2 * 3 * 100 * shared.hidden * 2
+
+
+def test_the_cache_is_shorter_where_borders_would_take_experts_off_the_gpus() -> None:
+    """Down to one context; a length that was asked for stays, and experts go, or are refused."""
+    asked = question("qwen3-30b-a3b", "4x24GB", pipeline_parallel_size=4)
+    plan = asked.plan()
+    assert plan.gpu is not None and plan.gpu.experts == asked.model.routed_experts
+    assert "borders between stages" in decision(plan, "KV cache").reason
+    tokens = plan.num_pages * plan.page_size
+    assert tokens >= plan.context_length
+    longer = replace(asked, config=replace(asked.config, max_total_tokens=tokens + 20_000)).plan()
+    assert longer.gpu is not None and longer.gpu.experts < asked.model.routed_experts
+    assert longer.num_pages * longer.page_size >= tokens + 20_000
+
+
+@pytest.mark.parametrize(("chunks", "least", "most"), [(1, 0.95, 1.0), (2, 1.2, 4 / 3), (4, 1.35, 1.6), (8, 1.55, 1.8)])
+def test_a_pipelined_prompt_is_forecast_as_faster_with_each_chunk(chunks: int, least: float, most: float) -> None:
+    """Of equal chunks n of 2 stages take n + 1 halves; later chunks attend to more tokens, and take longer."""
+    one, two = (question("qwen3-30b-a3b", "2x141GB", pp=count) for count in (1, 2))
+    plans = [asked.plan() for asked in (one, two)]
+    assert plans[0].max_step_tokens == plans[1].max_step_tokens
+    # A context may be shorter than eight chunks: so chunks are.
+    rows = min(plan.context_length for plan in plans) // 8 // 64 * 64
+    short = [replace(plan, max_step_tokens=rows) for plan in plans]
+    rates = [
+        asked.predicted(plan, prompt=rows * chunks).prompt for asked, plan in zip((one, two), short, strict=True)
+    ]
+    assert least <= rates[1].middle / rates[0].middle <= most + 1e-9
+    assert rates[1].high <= rates[1].bound
+
+
+def test_the_host_starts_kernels_of_all_stages() -> None:
+    gpu = question("qwen3-30b-a3b", "2x80GB", pp=2).plan().gpu
+    assert pipelined_share([1.0] * 4, gpu, 0.0) == pytest.approx(5 / 8)
+    assert pipelined_share([1.0] * 4, gpu, 3.6) == pytest.approx(0.9)
+    assert pipelined_share([1.0, 2.0, 3.0], gpu, 0.0) == pytest.approx((6 + 3) / 12)
+    assert pipelined_share([1.0] * 4, None, 4.0) == pipelined_share([1.0], gpu, 1.0) == 1.0

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from gpu import needs_cuda
-from gpu_sessions import DECODED, PROMPT, ROWS, Session, check_answers, on_the_cpu, rms
-from staged_gpu import StagedGpu
+from gpu_sessions import DECODED, PROMPT, ROWS, Session, batch_of, check_answers, on_the_cpu, rms
+from staged_gpu import StagedGpu, pinned
 from tandem import LLM, SamplingParams
+from tandem.engine.stages.pipeline import Pipeline
+from tandem.models.batch import ForwardBatch
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
@@ -82,6 +84,59 @@ def test_the_engine_answers_in_stages_on_one_gpu(monkeypatch, tiny_models, share
         answers.append([[each.token_ids for each in llm.generate(prompts, greedy)] for _ in range(2)])
         del llm
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("devices", PLACES)
+@pytest.mark.parametrize("variant", ["qwen3_moe-gpu", "qwen3_next", "deepseek_v3", "gpt_oss"])
+def test_pipelined_chunks_give_the_bits_of_one_after_the_other(tiny_models, variant, devices: Sequence[int]) -> None:
+    """A prompt in chunks of five tokens, twice: the second time all memory is there, and the host waits for nothing."""
+    session, size = StagedGpu(tiny_models[variant], 1.0, (1, 8), devices), 5
+    chunks = [pinned(batch_of([3], first, min(size, PROMPT - first))) for first in range(0, PROMPT, size)]
+    expected = torch.cat([session.step([3], first, min(size, PROMPT - first)) for first in range(0, PROMPT, size)], 1)
+    decoded = session.step([3], PROMPT, 1)
+    for _ in range(2):
+        logits = session.runner.prompt_logits(chunks)
+        assert torch.equal(logits.logits.cpu(), expected[0])
+        assert logits.best[:, 0].tolist() == logits.logits.argmax(1).tolist()
+        assert torch.equal(session.step([3], PROMPT, 1), decoded)
+    if variant == "deepseek_v3":
+        return  # a step's first layer asks the GPU how long sequences are
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.inference_mode():
+            for chunk in chunks:
+                session.runner.pipeline.give(chunk)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for device in set(devices):
+        torch.cuda.synchronize(device)
+    assert torch.equal(session.step([3], PROMPT, 1), decoded)
+
+
+@pytest.mark.parametrize("devices", PLACES)
+def test_the_engine_pipelines_long_prompts(monkeypatch, tiny_models, devices: Sequence[int]) -> None:
+    """Prompts one after the other, so that each is alone; twice, with prefixes that are found."""
+    if len(set(devices)) == 1:
+        monkeypatch.setenv("TANDEM_RANKS_SHARE_GPU", "1")
+    greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    prompts = [[7 + i % 90 for i in range(first, first + count)] for first, count in ((0, 100), (5, 8), (9, 110))]
+    flags = {
+        "kt_cpuinfer": 2, "max_total_tokens": 4096, "mem_fraction_static": 0.3, "kt_gpu_experts_ratio": 1.0,
+        "chunked_prefill_size": 8, "max_running_requests": 4,
+    }  # fmt: skip
+    answers, given, give = [], list[int](), Pipeline.give
+
+    def noted(self: Pipeline, batch: ForwardBatch) -> torch.Tensor:
+        given.append(len(batch.input_ids))
+        return give(self, batch)
+
+    monkeypatch.setattr(Pipeline, "give", noted)
+    for stages in (1, 2):
+        llm = LLM(str(tiny_models["qwen3_moe-gpu"]), device="cuda", pipeline_parallel_size=stages, **flags)
+        assert llm.engine.plan.gpu.pipelined_chunks == (8 if stages > 1 else 1)
+        answers.append([[llm.generate([each], greedy)[0].token_ids for each in prompts] for _ in range(2)])
+        del llm
+    assert answers[0] == answers[1] and given.count(8) >= 100 // 8 + 110 // 8
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from tandem.bench.architectures import named_config
 from tandem.bench.stored import experts_of, stored_as
-from tandem.engine.step.path import Choice, background_path_of, path_of
+from tandem.engine.step.path import Choice, background_path_of, path_of, stages_path_of
 from tandem.engine.step.planned import PlannedFacts, StepSizes
 from tandem.errors import ConfigError
 from tandem.flags.engine_config import EngineConfig
@@ -57,7 +57,10 @@ def choices(question: StepQuestion, plan: Plan) -> Iterator[tuple[str, Choice[in
     for tokens in question.prefill:
         sizes = StepSizes(min(tokens, plan.max_step_tokens))
         shrinks = bool(shared) and sizes.tokens > shared
-        yield f"prefill of {sizes.tokens}", path_of(sizes, facts, shrinks=shrinks)
+        chunks = 1 if plan.gpu is None else plan.gpu.pipelined_chunks
+        rows = min(tokens, chunks * plan.max_step_tokens)
+        pipelined: Choice[int, int] | None = stages_path_of(rows, plan.max_step_tokens)
+        yield f"prefill of {rows}", pipelined or path_of(sizes, facts, shrinks=shrinks)
         if facts is not None:
             background = StepSizes(min(sizes.tokens, shared or sizes.tokens))
             yield f"prefill of {background.tokens} beside decode", background_path_of(background, facts)

@@ -215,9 +215,9 @@ def prompt_seconds(built: hybrid.Built, tokens: int, repeats: int, cached: int =
             yield perf_counter() - started
 
 
-def chunk_of(built: hybrid.Built, first: int, last: int, seed: int = 0) -> ForwardBatch:
-    """Tokens [first, last) of the one sequence. seed: of which tokens; prompts differ."""
+def chunk_of(built: hybrid.Built, first: int, last: int, seed: int = 0, pinned: bool = False) -> ForwardBatch:
+    """Tokens [first, last) of the one sequence. seed: of which tokens; prompts differ. pinned: in such memory."""
     page, generator = built.plan.page_size, torch.Generator().manual_seed(seed << 32 | first)
     ids = torch.randint(built.config.vocab, (last - first,), generator=generator)
     table = np.arange(-(-last // page), dtype=np.int32)
-    return host_batch([SequenceRows(ids.numpy(), first, table, slot=1)], page)
+    return host_batch([SequenceRows(ids.numpy(), first, table, slot=1)], page, pinned)

@@ -161,10 +161,11 @@ class Engine:
         if self.grammars.waiting:
             outputs += self._take_grammars()
         started = perf_counter()
-        pauses = self._may_pause and not (self._recorder is not None and self._recorder.recording)
+        recording = self._recorder is not None and self._recorder.recording
+        pauses = self._may_pause and not recording
         if self._encoder is not None:
             self._encoder.hand_out(self._scheduler.running)
-        chunks = self._scheduler.next(pauses)
+        chunks = self._scheduler.next(pauses, pipelines=not recording)
         drawing = perf_counter() - started  # guesses
         if pauses and any(chunk.prefills for chunk in chunks):
             chunks = self._overlap.take(chunks)

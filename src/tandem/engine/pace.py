@@ -28,15 +28,17 @@ class PrefillPace:
         pieces: int = 1,
         overlap_tokens: int = 0,
         shared: int = 0,
+        pipelined: int = 1,
     ) -> None:
         """streams: experts travel in long steps. whole_chunks: such steps are short enough to be waited for. pieces:
         that a chunk can be cut into, so that others wait for one of them; 1: it is a step. overlap_tokens: tokens of a
         chunk that a device computes beside those who decode; 0: as time allows. shared: of all prompts in a step that
-        others wait in, at most; 0: the step's."""
+        others wait in, at most; 0: the step's. pipelined: chunks of `max_step_tokens` of one prompt, at most, in a step
+        that nobody else is in: stages compute them one behind the other."""
         self._max_step_tokens, self._streams, self._whole_chunks = max_step_tokens, streams, whole_chunks
         self._tokens_per_second: float | None = None
         self._pieces, self._beside, self._decoding_seconds = pieces, overlap_tokens, 0.0
-        self._shared = shared or max_step_tokens
+        self._shared, self._pipelined = shared or max_step_tokens, pipelined
 
     def decoded(self, seconds: float, overlapped: bool = False) -> None:
         """A step without prompts took so long; overlapped: a slice of one belonged to it. While prompts wait there are
@@ -50,16 +52,21 @@ class PrefillPace:
         return share * self._decoding_seconds or SHARED_STEP_SECONDS
 
     def observe(self, tokens: int, seconds: float, shared: bool = True) -> None:
-        """A step of `tokens` rows took so long; shared: with sequences that decode."""
-        if tokens < MIN_TOKENS or seconds <= 0 or (self._streams and not shared):
+        """A step of `tokens` rows took so long; shared: with sequences that decode. Pipelined chunks say nothing of one
+        alone."""
+        if tokens < MIN_TOKENS or seconds <= 0 or (self._streams and not shared) or tokens > self._max_step_tokens:
             return
         rate, known = tokens / seconds, self._tokens_per_second
         self._tokens_per_second = rate if known is None else known + _WEIGHT_OF_NEWEST * (rate - known)
 
-    def step_tokens(self, decoding: int, pauses: bool = True, exclusive: bool = True) -> int:
+    def step_tokens(
+        self, decoding: int, pauses: bool = True, exclusive: bool = True, pipelines: bool = False
+    ) -> int:
         """Token budget of a step in which `decoding` sequences take part: all of it if nobody waits. Until something
         is known, a small chunk finds out. pauses: a chunk is computed in pieces, where it can be. exclusive: no more
-        than one prompt wants to be computed."""
+        than one prompt wants to be computed. pipelines: it may have several chunks, where stages compute them."""
+        if pipelines and decoding == 0 and exclusive:
+            return self._max_step_tokens * self._pipelined
         if self._whole_chunks or (decoding == 0 and exclusive):
             return self._max_step_tokens
         most = min(self._max_step_tokens, decoding + self._shared)

@@ -54,7 +54,8 @@ def pace_of(parts: EngineParts) -> PrefillPace:
     whole = seconds is not None and seconds <= MOST_SHARED_SECONDS
     gpu = parts.plan.gpu  # with a ring, and without `seconds`, the CPU has a part in prompts
     rows = 0 if gpu is None or gpu.streams_experts else max(gpu.prompt_sizes, default=0)
-    return PrefillPace(most, seconds is not None, whole, pieces, rows, 0 if gpu is None else gpu.shared_tokens)
+    shared, pipelined = (0, 1) if gpu is None else (gpu.shared_tokens, gpu.pipelined_chunks)
+    return PrefillPace(most, seconds is not None, whole, pieces, rows, shared, pipelined)
 
 
 def runner_of(parts: EngineParts, states: list[tuple[Tensor, ...]]) -> CpuRunner | GpuRunner:

@@ -62,7 +62,7 @@ class Scheduler:
         self.pace = pace or PrefillPace(max_step_tokens)
         # Each running sequence needs at least one row of a step, or the youngest could starve.
         self._max_running = min(max_running, max_step_tokens)
-        self._proposer, self._most_draft_rows = proposer, min(max_step_tokens, MAX_PROMPT_LOGITS_ROWS)
+        self._proposer, self._most_logits_rows = proposer, min(max_step_tokens, MAX_PROMPT_LOGITS_ROWS)
         self._on_admit = on_admit
         self._blocked: tuple[Sequence, int] | None = None
         self.waiting: list[Sequence] = []
@@ -94,24 +94,24 @@ class Scheduler:
         step, self._background, self._on_preempt = self._background, None, None
         return step
 
-    def next(self, pauses: bool = True) -> list[Chunk]:
+    def next(self, pauses: bool = True, pipelines: bool = False) -> list[Chunk]:
         """The step's chunks: decode rows, then prompts under way, then newly admitted ones. Empty: nothing can run.
-        pauses: prompts may be computed in pieces."""
+        pauses: prompts may be computed in pieces. pipelines: as `PrefillPace.step_tokens`."""
         chunks = [Chunk(sequence, 1, 1) for sequence in self._decoding()]
         decoding = len(chunks)
         if self._background is not None:
             return chunks
-        chunks += self.prompts(decoding, pauses)
+        chunks += self.prompts(decoding, pauses, pipelines)
         # Beside a prompt a guess would wait longer than it saves, and its cost could not be measured.
         return self._with_drafts(chunks) if chunks and len(chunks) == decoding else chunks
 
-    def prompts(self, decoding: int, pauses: bool = True) -> list[Chunk]:
+    def prompts(self, decoding: int, pauses: bool = True, pipelines: bool = False) -> list[Chunk]:
         """Chunks of prompts beside so many rows that decode, whose step may be under way: nobody loses pages."""
         asking = sum(sequence.prefills for sequence in self.running) + len(self.waiting)
         if not asking:
             return []  # of most steps
-        tokens = self.pace.step_tokens(decoding, pauses, asking < 2) - decoding
-        chunks, rows = list[Chunk](), MAX_PROMPT_LOGITS_ROWS
+        tokens = self.pace.step_tokens(decoding, pauses, asking < 2, pipelines) - decoding
+        chunks, rows = list[Chunk](), self._most_logits_rows
         for sequence, most in self._allotted(self._prefilling(tokens), tokens):
             chunk = self._chunk(sequence, most, rows)
             if not chunk.length:  # the windows of those before take all there is, until the next step has run
@@ -122,7 +122,7 @@ class Scheduler:
 
     def _with_drafts(self, chunks: list[Chunk]) -> list[Chunk]:
         """Decode rows, and behind them rows of guesses. Nobody loses a page for a guess: each can have its next one."""
-        room = self._most_draft_rows - len(chunks)
+        room = self._most_logits_rows - len(chunks)
         if self._proposer is None or room <= 0:
             return chunks
         left = len(chunks)

@@ -230,7 +230,8 @@ class Sequence:
 
 
 class Chunk(NamedTuple):
-    """Part of a sequence in one step: rows computed_len : computed_len + length, logits of the last `logits`.
+    """Part of a sequence in one step: rows computed_len : computed_len + length, logits of the last `logits`. offset:
+    tokens of chunks before it in the same step, whose rows come first.
 
     The last rows are of `draft_tokens`, which the sequence does not have yet. Such a row counts only if all draft
     tokens up to its own are what is chosen.
@@ -240,6 +241,12 @@ class Chunk(NamedTuple):
     length: int
     logits: int
     draft_tokens: tuple[int, ...] = ()
+    offset: int = 0
+
+    @property
+    def first(self) -> int:
+        """Position of its first row."""
+        return self.sequence.computed_len + self.offset
 
     @property
     def sure(self) -> int:
@@ -254,13 +261,22 @@ class Chunk(NamedTuple):
     @property
     def samples(self) -> bool:
         """Whether the step reaches the sequence's last token, so that the next one is chosen."""
-        return self.sure == self.sequence.pending_len
+        return self.offset + self.sure == self.sequence.pending_len
 
     @property
     def tokens(self) -> list[int]:
         """Token ids of its rows, guesses last."""
-        first = self.sequence.computed_len
-        return [*self.sequence.tokens[first : first + self.sure], *self.draft_tokens]
+        return [*self.sequence.tokens[self.first : self.first + self.sure], *self.draft_tokens]
+
+    def cut(self, most: int) -> list[Chunk]:
+        """The same rows as chunks of up to `most`, one behind the other. Without draft tokens."""
+        assert not self.draft_tokens
+        return [self._part(first, min(first + most, self.length)) for first in range(0, self.length, most)]
+
+    def _part(self, first: int, end: int) -> Chunk:
+        """Rows first ... end - 1 of it."""
+        without_logits = max(first, self.length - self.logits)
+        return Chunk(self.sequence, end - first, max(0, end - without_logits), offset=self.offset + first)
 
 
 def masks_of(sequences: Rows[Sequence]) -> RowMasks:

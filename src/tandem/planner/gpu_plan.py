@@ -26,6 +26,7 @@ from tandem.planner.memory import (
     MemoryRequest,
     gib,
 )
+from tandem.planner.stages.chunks import border_bytes
 from tandem.planner.stages.pool import FIELD as STAGE_FIELD
 from tandem.planner.stages.pool import pool_of
 from tandem.spec.gpu_scratch import StepSize, expert_row_bytes, expert_scratch_bytes
@@ -79,6 +80,7 @@ class GpuPlan:
     embedding_in_ram: bool = False  # in pinned CPU memory, whose rows the GPU reads
     cramped: str = ""  # what the plan lacks for want of GPU memory
     stages: tuple[StagePlan, ...] = ()  # whose layers are on several GPUs; (): one GPU has all of them
+    pipelined_chunks: int = 1  # of one prompt, at most, that stages compute one behind the other in a step
 
     @property
     def streams_experts(self) -> bool:
@@ -155,6 +157,8 @@ def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, memory: MemoryPl
     sums = min(GPU_WORKSPACE_BYTES, decode_sums_bytes(request.model, max(plan.graph_sizes, default=1)))
     unpacking = unpacking_bytes(gpu, request.model, step_rows(request, plan.step_tokens))
     others, stages = GPU_WORKSPACE_BYTES - sums + unpacking, max(1, len(plan.stages))
+    pipelined = plan.pipelined_chunks > 1
+    borders = (stages - 1) * border_bytes(request.model, step_rows(request, plan.step_tokens)) * pipelined
     each_stage = workspace_bytes(request) + unpacking + scratch - scratch_bytes(request) + plan.ring_bytes
     entries = [
         LedgerEntry(
@@ -176,6 +180,7 @@ def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, memory: MemoryPl
         LedgerEntry("attention sums", sums, "of rows that decode, a part of their keys each"),
         LedgerEntry("workspace", others, "of one step, libraries, CUDA graphs"),
         LedgerEntry("other stages", (stages - 1) * each_stage, "of each further GPU"),
+        LedgerEntry("borders", borders, "two chunks of a prompt, on their way to each further GPU"),
         LedgerEntry("ring", plan.ring_bytes, "of experts that travel to the GPU for a step"),
     ]
     return ledger(VRAM, entries, memory.budget_bytes, gpu.free_bytes)

@@ -40,6 +40,7 @@ from tandem.planner.memory import (
     long_step_tokens,
     wanted_context,
 )
+from tandem.planner.stages.chunks import border_bytes
 from tandem.spec.model_config import draft_experts
 from tandem.spec.shard import ALONE
 
@@ -107,6 +108,11 @@ class GpuRoom:
     def _unpacking(self, tokens: int) -> int:
         return unpacking_bytes(self.gpu, self.request.model, step_rows(self.request, tokens))
 
+    def borders(self, tokens: int) -> int:
+        """Bytes between all stages, in steps of so many tokens, or as long as they were asked for."""
+        further = self.request.config.pipeline_parallel_size - 1
+        return further * border_bytes(self.request.model, step_rows(self.request, tokens))
+
     def scratch_beyond(self, tokens: int) -> int:
         """That steps of so many tokens take beyond the workspace."""
         return scratch_bytes(self.request, tokens) - self.scratch
@@ -135,9 +141,9 @@ def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
     return _with_ring(room)
 
 
-def _short_steps(room: GpuRoom) -> GpuMemory:
+def _short_steps(room: GpuRoom, reserved: int = 0) -> GpuMemory:
     """In steps of the usual length. Raises ConfigError where not even they fit."""
-    return _divided(room, -room.left_by_short_steps)
+    return _divided(room, reserved - room.left_by_short_steps)
 
 
 def _with_ring(room: GpuRoom) -> GpuMemory:
@@ -154,21 +160,23 @@ def _with_ring(room: GpuRoom) -> GpuMemory:
 
 def _with_long_steps(room: GpuRoom, usual: GpuMemory) -> GpuMemory:
     """For prompts that are alone, if experts, context and graphs of prompts keep their room. Not where prompts can be
-    no graphs: steps are not cut there, and who comes would wait for a whole one. Ranks have none, and take long steps:
-    they start kernel by kernel what then takes longer than starting it."""
+    no graphs: steps are not cut there, and who comes would wait for a whole one. Ranks and stages have none, and take
+    long steps: they start kernel by kernel what then takes longer than starting it."""
     request = room.request
     ranks, whole = request.model.shard.ranks, replace(request.model, shard=ALONE)
     tokens, left = long_step_tokens(request.model), room.left_by_short_steps
-    short = _with_prompt_graphs(room, _short_steps(room), -left)
-    if request.config.chunked_prefill_size is not None or not prompt_sizes(request.config, whole):
+    stages, borders = request.config.pipeline_parallel_size, room.borders(GPU_PREFILL_TOKENS)
+    short = _with_prompt_graphs(room, _short_steps(room, borders), borders - left)
+    graphs = stages > 1 or prompt_sizes(request.config, whole)
+    if request.config.chunked_prefill_size is not None or not graphs:
         return short
-    more = room.scratch_beyond(tokens)
+    more = room.scratch_beyond(tokens) * stages + room.borders(tokens)
     long = _undisturbed(fits(room, more), usual)
     if long is not None:
         why = f"default, for a prompt alone; {GPU_PREFILL_TOKENS} of prompts that others wait for"
         long = replace(long, step_tokens=tokens, step_reason=why, shared_tokens=GPU_PREFILL_TOKENS)
         long = _with_prompt_graphs(room, long, more)
-        if long.prompt_sizes or ranks > 1:
+        if long.prompt_sizes or max(ranks, stages) > 1:
             return long
     why = (
         f"default; {tokens} for a prompt alone would take {gib(more + left)} from experts, context or prompt graphs"

@@ -305,7 +305,9 @@ def test_chunks_have_a_graphs_rows_only_where_a_device_computes_them_alone() -> 
     for ring, tokens in ((0, 1 + 2048), (1 << 30, 1 + 4 * MIN_TOKENS)):
         plan = SimpleNamespace(
             max_step_tokens=4096,
-            gpu=SimpleNamespace(streams_experts=ring > 0, prompt_sizes=(512, 2048), shared_tokens=0),
+            gpu=SimpleNamespace(
+                streams_experts=ring > 0, prompt_sizes=(512, 2048), shared_tokens=0, pipelined_chunks=1
+            ),
         )
         parts = SimpleNamespace(plan=plan, stream_seconds=None, model=None, handoff=object())
         assert pace_of(cast(Any, parts)).step_tokens(1) == tokens

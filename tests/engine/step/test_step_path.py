@@ -17,9 +17,10 @@ from tandem.engine.step.path import Path, background_path_of, path_of
 from tandem.engine.step.planned import PlannedFacts, StepSizes
 from tandem.engine.step.step import Step
 from tandem.errors import ConfigError
-from tandem.planner.gpu_plan import GpuPlan
+from tandem.planner.gpu_plan import GpuPlan, StagePlan
 
 ON_GPU = GpuPlan("x", 10, "uniform", None, (1, 2, 8), 1.0, prompt_sizes=(128, 256), shared_tokens=256)
+STAGED = replace(ON_GPU, stages=(StagePlan("x", "", 0, 1), StagePlan("x", "", 1, 2)), pipelined_chunks=4)
 STREAMED = replace(ON_GPU, ring_bytes=1 << 20, prompt_sizes=(256,))
 
 
@@ -47,9 +48,19 @@ def test_paths_that_no_graph_decides() -> None:
     assert background_path_of(StepSizes(300), PlannedFacts(STREAMED)).path is Path.BACKGROUND
 
 
+def test_several_chunks_of_a_prompt_are_pipelined_where_stages_can() -> None:
+    """As many as the plan says; without stages a prompt is a chunk."""
+    question = StepQuestion("c", ("BF16",), (1.0,), prefill=(100, 2048, 2049, 9000))
+    for plan, rows in ((STAGED, [100, 2048, 2049, 8192]), (ON_GPU, [100, 2048, 2048, 2048])):
+        made = cast(Any, SimpleNamespace(gpu=plan, max_step_tokens=2048))
+        steps = [(step, choice.path) for step, choice in choices(question, made) if "beside" not in step]
+        assert [step for step, _ in steps] == [f"prefill of {count}" for count in rows]
+        assert [path is Path.PIPELINED for _, path in steps] == [count > 2048 for count in rows]
+
+
 def test_every_path_has_a_question_that_names_it() -> None:
-    plans = [None, ON_GPU, STREAMED]
-    question = StepQuestion("c", ("BF16",), (0.5,), decode=(1, 9), prefill=(100, 200, 8192))
+    plans = [None, ON_GPU, STREAMED, STAGED]
+    question = StepQuestion("c", ("BF16",), (0.5,), decode=(1, 9), prefill=(100, 200, 8192, 16384))
     seen = set[Path]()
     for gpu in plans:
         plan = cast(Any, SimpleNamespace(gpu=gpu, max_step_tokens=8192))

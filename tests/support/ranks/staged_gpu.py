@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from gpu_sessions import PAGE, PAGES, ROWS, Session, plan
 from tandem import _core
@@ -19,6 +20,7 @@ from tandem.engine.stages.states import allocate_stages
 from tandem.engine.step.batch import StepShape
 from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.cpu_ops import CpuOps
+from tandem.models.batch import ForwardBatch
 from tandem.models.staged import StagedBuilder, StagedModel
 from tandem.planner.gpu_plan import StagePlan
 from tandem.planner.plan import Plan
@@ -27,6 +29,12 @@ from tandem.spec.model_config import ModelConfig
 
 def uuid_of(device: int) -> str:
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
+def pinned(batch: ForwardBatch) -> ForwardBatch:
+    """The same in pinned memory, which GPUs read where it is."""
+    tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return replace(batch, **{name: each.pin_memory() for name, each in tensors.items() if isinstance(each, Tensor)})
 
 
 def stage_plans(layers: int, devices: Sequence[int]) -> tuple[StagePlan, ...]:

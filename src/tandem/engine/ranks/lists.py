@@ -87,6 +87,10 @@ class MirroredChunk(NamedTuple):
     draft_tokens: tuple[int, ...] = ()
 
     @property
+    def first(self) -> int:
+        return self.sequence.computed_len
+
+    @property
     def length(self) -> int:
         return len(self.tokens)
 

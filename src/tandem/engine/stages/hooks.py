@@ -23,6 +23,7 @@ class StagedStart:
     """Hook before a step: each stage's operations prepare it. Nothing runs beside it."""
 
     def __init__(self, stages: Sequence[Stage], streams: Sequence[StageStream] = ()) -> None:
+        self._stages = stages
         self._ops: list[Any] = [stage.ops for stage in stages if hasattr(stage.ops, "begin_step")]
         self._streams = list(zip(stages, streams, strict=True)) if streams else []
 
@@ -32,10 +33,15 @@ class StagedStart:
             with stage.current():
                 stream.begin(0 if captured else len(batch.input_ids), shared=batch.single_rows > 0)
 
+    def of_stage(self, number: int, batch: ForwardBatch) -> None:
+        """Before a chunk that stages compute one after the other reaches this one. Nothing travels."""
+        ops: Any = self._stages[number].ops
+        if ops in self._ops:
+            _begin(ops, batch, False)
+
     def _begin_ops(self, batch: ForwardBatch, captured: bool) -> None:
         for ops in self._ops:
-            ops.find_rows(batch, captured)
-            ops.begin_step(batch, captured)
+            _begin(ops, batch, captured)
 
     def of_drafts(self, batch: ForwardBatch, captured: bool) -> None:
         """Stages have no draft layer."""
@@ -70,3 +76,8 @@ class StagedStart:
 
     def recording(self, recorder: Recorder) -> AbstractContextManager[None]:
         return nullcontext()
+
+
+def _begin(ops: Any, batch: ForwardBatch, captured: bool) -> None:
+    ops.find_rows(batch, captured)
+    ops.begin_step(batch, captured)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tandem.engine.sequence import Chunk, Sequence
 from tandem.engine.vision.sequence_images import seen_of, turns_of
+from tandem.kernels.step_lengths import note_lengths
 from tandem.models.batch import ForwardBatch, ImageRowBatch
 
 
@@ -258,7 +259,7 @@ class BatchArrays:
         """The chunk as sequence s, or its rows as sequences from s on; how many that are. folds: whether somebody asks
         what their slots hold."""
         sequence, count = chunk.sequence, chunk.length if by_row else 1
-        which, end = slice(s, s + count), sequence.computed_len + chunk.length
+        which, end = slice(s, s + count), chunk.first + chunk.length
         for i in range(count):
             left = count - 1 - i
             self._query_starts.array[s + i + 1], self._seq_lens.array[s + i] = row_end - left, end - left
@@ -270,7 +271,7 @@ class BatchArrays:
         return count
 
     def _place(self, row: int, chunk: Chunk) -> None:
-        first, rows = chunk.sequence.computed_len, slice(row, row + chunk.length)
+        first, rows = chunk.first, slice(row, row + chunk.length)
         self._input_ids.array[rows] = chunk.tokens
         self._positions.array[rows] = counted(first, chunk.length)
         for places in self._places:
@@ -312,8 +313,9 @@ class SequenceRows(NamedTuple):
     logits: int = 1
 
 
-def host_batch(parts: Rows[SequenceRows], page_size: int) -> ForwardBatch:
-    """In host memory of its own, outside steps of the engine, which refill theirs (`BatchArrays`)."""
+def host_batch(parts: Rows[SequenceRows], page_size: int, pinned: bool = False) -> ForwardBatch:
+    """In host memory of its own, outside steps of the engine, which refill theirs (`BatchArrays`). pinned: GPUs read it
+    where it is."""
     counts = [len(part.tokens) for part in parts]
     starts = np.cumsum([0, *counts])
     positions = np.concatenate([np.arange(p.first, p.first + n) for p, n in zip(parts, counts, strict=True)])
@@ -332,7 +334,8 @@ def host_batch(parts: Rows[SequenceRows], page_size: int) -> ForwardBatch:
         "logits_rows": np.concatenate(logits_rows),
         "slots": [part.slot for part in parts],
     }
-    return forward_batch({name: torch.as_tensor(array, dtype=FIELDS[name].dtype) for name, array in arrays.items()})
+    tensors = {name: torch.as_tensor(array, dtype=FIELDS[name].dtype) for name, array in arrays.items()}
+    return forward_batch({name: each.pin_memory() if pinned else each for name, each in tensors.items()})
 
 
 def moved(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
@@ -350,7 +353,9 @@ def moved(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
     copies: dict[str, Any] = {name: to_device(tensor) for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
     copies["seen"] = None if batch.seen is None else seen_on(batch.seen, device)
     copies["windows"] = None if batch.windows is None else moved(batch.windows, device)
-    return replace(batch, **copies)
+    device_batch = replace(batch, **copies)
+    note_lengths(device_batch, batch)
+    return device_batch
 
 
 def seen_on(images: ImageRowBatch, device: torch.device) -> ImageRowBatch:

@@ -28,6 +28,7 @@ class Path(Enum):
     PREFILL_GRAPH = "prefill graph"
     EAGER = "eager"
     EAGER_SHRINKING = "eager, may shrink"
+    PIPELINED = "pipelined over stages"
     BACKGROUND_GRAPH = "background prefill graph"
     BACKGROUND = "background prefill, eager"
 
@@ -88,6 +89,13 @@ def path_of(step: S, facts: Facts[S, G, P] | None, *, shrinks: bool = False) -> 
     if (prefill := facts.prefill_graph(step)) is not None:
         return Choice(Path.PREFILL_GRAPH, "a chunk that a graph has room for", prefill=prefill)
     return Choice(Path.EAGER, "no graph fits these rows, or kernel by kernel is sooner")
+
+
+def stages_path_of(rows: int, most: int) -> Choice[G, P] | None:
+    """The path of a step that only stages have. most: rows of a chunk. None: it is that of any other step."""
+    if rows <= most:
+        return None
+    return Choice(Path.PIPELINED, "several chunks of one prompt: each stage computes another one")
 
 
 def background_path_of(step: S, facts: Facts[S, G, P]) -> Choice[G, P]:

@@ -49,8 +49,8 @@ class StagedUsage(ExpertUsage):
         for part in self._parts:
             part.begin(rows)
 
-    def begin_part(self, number: int, rows: Tensor) -> None:
-        """In the graph of one stage."""
+    def begin_part(self, number: int, rows: int | Tensor) -> None:
+        """In the graph of one stage, or before its part of a chunk."""
         self._parts[number].begin(rows)
 
     def ask_part(self, number: int) -> StageCounts:

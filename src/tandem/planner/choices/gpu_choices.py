@@ -15,6 +15,7 @@ from tandem.planner.cuda_graphs import captured_sizes, graph_reason, plain_graph
 from tandem.planner.gpu_plan import MAX_PATIENCE_SECONDS, GpuPlan
 from tandem.planner.memory import MemoryPlan, MemoryRequest
 from tandem.planner.sizing import size_gpu
+from tandem.planner.stages.chunks import chunks_at_once
 from tandem.planner.stages.sized import in_stages
 from tandem.spec.model_config import draft_experts
 
@@ -24,6 +25,7 @@ def gpu_choices(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[
     config, model = request.config, request.model
     m, stages = in_stages(request, size_gpu(request, gpu), log)
     everyone = model.routed_experts
+    pipelined_chunks = chunks_at_once(model, m.experts, log) if stages else 1
     log.append(Decision("GPU experts", f"{m.experts} of {everyone}", m.expert_reason))
     if 0 < m.experts < everyone:
         log.append(
@@ -66,6 +68,7 @@ def gpu_choices(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[
         threshold if m.ring_bytes else 0, m.ring_bytes, deferred, m.prompt_sizes if sizes else (), m.draft_experts,
         plain_graph_sizes(config, model, running, request.draft_tokens) if sizes else (), reserved_sms,
         m.step_tokens, m.step_reason, m.shared_tokens, request.embedding_in_ram, m.cramped, stages,
+        pipelined_chunks,
     )  # fmt: skip
 
 

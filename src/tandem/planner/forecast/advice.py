@@ -192,15 +192,17 @@ def _fitting_changes(question: PlanQuestion) -> Iterator[tuple[dict[str, Any], b
 
 
 def _other_ranks(question: PlanQuestion) -> Iterator[dict[str, Any]]:
-    """Among the GPUs that equal the first one; those that the model cannot be divided among have no plan. Where there
-    are no equal ones, or as many as no rank can be, layers over all of them."""
+    """Among the GPUs that equal the first one. Where not all are equal, or the model cannot be divided among all of
+    them, layers over all."""
     gpus, now = question.machine.gpus, question.config.tensor_parallel_size
     if question.config.pipeline_parallel_size > 1 or question.config.device == "cpu":
         return
     equal = sum(equals(gpu, gpus[0]) for gpu in gpus)
-    if now == 1 < len(gpus) and (equal < len(gpus) or len(gpus) not in RANKS):
+    ranks = [{"tensor_parallel_size": count} for count in RANKS if now != count <= equal]
+    ranks = [changes for changes in ranks if question.fits(**changes)]
+    if now == 1 < len(gpus) and {"tensor_parallel_size": len(gpus)} not in ranks:
         yield {"pipeline_parallel_size": len(gpus)}
-    yield from ({"tensor_parallel_size": ranks} for ranks in RANKS if now != ranks <= equal)
+    yield from ranks
 
 
 def _flag_removals(question: PlanQuestion) -> list[dict[str, Any]]:

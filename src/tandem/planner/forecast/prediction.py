@@ -19,7 +19,7 @@ from tandem.planner.forecast.stream_rates import GRAPH_BASE, StreamRates
 from tandem.planner.forecast.sums import lane_of, step_sums
 from tandem.planner.plan import Plan
 from tandem.planner.ranks.cut import cut
-from tandem.planner.stages.speeds import border_seconds, stage_speeds
+from tandem.planner.stages.speeds import border_seconds, pipelined_share, stage_speeds
 from tandem.spec.gpu_scratch import CODES_PAIRS
 from tandem.spec.layers import Layer
 from tandem.spec.model_config import STORED, ModelConfig, past_bytes
@@ -230,13 +230,22 @@ def _gpu_experts_share(case: Case) -> float:
 
 
 def _prompt_parts(case: Case, tokens: int) -> dict[str, float]:
-    """Seconds of all chunks of a prompt."""
+    """Seconds of all chunks of a prompt, those of a step at a time."""
     parts: dict[str, float] = {}
-    for start in range(0, tokens, max(1, case.plan.max_step_tokens)):
-        rows = min(case.plan.max_step_tokens, tokens - start)
-        for what, seconds in (_chunk(case, rows, start) | case.sums(rows, 1)).items():
-            parts[what] = parts.get(what, 0.0) + seconds
+    most = max(1, case.plan.max_step_tokens)
+    for first in range(0, tokens, step := most * _pipelined(case)):
+        rows = [min(most, tokens - start) for start in range(first, min(tokens, first + step), most)]
+        chunks = [_chunk(case, count, first + i * most) | case.sums(count, 1) for i, count in enumerate(rows)]
+        starts = len(rows) * sum(map(_eager_kernels, case.model.layers)) * case.speeds.launch_seconds
+        share = pipelined_share([sum(chunk.values()) for chunk in chunks], case.plan.gpu, starts)
+        for chunk in chunks:
+            parts |= {what: parts.get(what, 0.0) + seconds * share for what, seconds in chunk.items()}
     return parts
+
+
+def _pipelined(case: Case) -> int:
+    """Chunks of a step of a prompt that is alone, at most."""
+    return 1 if case.plan.gpu is None else case.plan.gpu.pipelined_chunks
 
 
 def _chunk(case: Case, rows: int, before: int) -> dict[str, float]:
@@ -353,4 +362,6 @@ def _prompt_bound(case: Case, tokens: int) -> float:
     if case.plan.gpu.streams_experts and share < 1:  # the bus and the CPU at the same time
         brought = (1 - share) * model.routed_experts * case.expert_bytes / speeds.pcie_gbps / 1e9
         computed = 1 / (1 / computed + 1 / brought)
-    return max(computed, (dense + share * routed) / speeds.gpu_flops)
+    pipelined = case.plan.gpu.pipelined_chunks > 1 and tokens > case.plan.max_step_tokens
+    gpus = len(case.plan.gpu.stages) if pipelined else 1
+    return max(computed, (dense + share * routed) / speeds.gpu_flops / gpus)

@@ -13,30 +13,36 @@ from tandem.planner.choices.decision import Decision
 from tandem.planner.choices.expert_streaming import NO_STREAMS
 from tandem.planner.choices.left_to_ram import asked_experts, expert_bytes, short_of_ram
 from tandem.planner.forecast.speeds import GPU_GBPS, gpu_model
-from tandem.planner.gpu_plan import GPU_FRACTION, StagePlan, dense_bytes
+from tandem.planner.gpu_plan import GPU_FRACTION, StagePlan, dense_bytes, step_rows
 from tandem.planner.memory import MemoryRequest, gib
 from tandem.planner.sizing import GpuMemory, GpuRoom
+from tandem.planner.stages.chunks import border_bytes
 from tandem.planner.stages.pool import gpus_of_stages
 from tandem.planner.stages.split import fits, shares, split
 from tandem.spec.model_config import ModelConfig, embedding_bytes
 
+CACHE_STEPS = 64  # that the KV cache may be shorter by, until layers fit
+LESS_CACHE = "fewer where borders between stages would take experts off the GPUs"
 LEFT_BY_BORDERS = "borders between stages left some in CPU memory; a smaller --kt-gpu-experts-ratio streams them"
 
 
 @dataclass(frozen=True)
 class StageSizes:
-    """A request, the GPUs of its stages, and tokens of the KV cache. extra: bytes on each GPU beyond the workspace."""
+    """A request, the GPUs of its stages, and tokens of the KV cache. extra: bytes on each GPU beyond the workspace;
+    border: on each but the first, for chunks that come from the stage before."""
 
     request: MemoryRequest
     gpus: tuple[Gpu, ...]
     kv_tokens: int
     extra: int = 0
+    border: int = 0
 
     def rooms(self) -> list[int]:
         """Bytes for layers on each GPU."""
         request = self.request
         fraction = request.config.mem_fraction_static or request.gpu_fraction or GPU_FRACTION
         rooms = [int(gpu.free_bytes * fraction) - self._workspace for gpu in self.gpus]
+        rooms[1:] = [room - self.border for room in rooms[1:]]
         rooms[0] -= 0 if request.embedding_in_ram else embedding_bytes(request.model, request.dtype)
         rooms[-1] -= self._head
         return rooms
@@ -90,8 +96,10 @@ def in_stages(
     if request.config.pipeline_parallel_size == 1:
         return memory, ()
     gpus = gpus_of_stages(request.config, request.machine)
-    extra = memory.ring_bytes and memory.ring_bytes + GpuRoom(request, gpus[0]).scratch_beyond(memory.step_tokens)
-    sizes = StageSizes(request, gpus, memory.memory.kv_tokens, extra)
+    extra = memory.ring_bytes + GpuRoom(request, gpus[0]).scratch_beyond(memory.step_tokens)
+    rows = step_rows(request, memory.step_tokens) if memory.experts == request.model.routed_experts else 0
+    sizes = StageSizes(request, gpus, memory.memory.kv_tokens, extra, border_bytes(request.model, rows))
+    sizes, memory = _shorter_cache(sizes, memory)
     experts = _most_experts(sizes, memory)
     if experts < memory.experts and (short := short_of_ram(request, experts, False)):
         raise GpuTooSmall(f"borders between stages leave more experts in CPU memory: {short}")
@@ -116,6 +124,25 @@ def _with_reason(memory: GpuMemory, request: MemoryRequest) -> GpuMemory:
         return memory
     threshold = request.config.kt_gpu_prefill_token_threshold
     return replace(memory, ring_reason=LEFT_BY_BORDERS if threshold else NO_STREAMS)
+
+
+def _shorter_cache(sizes: StageSizes, memory: GpuMemory) -> tuple[StageSizes, GpuMemory]:
+    """With fewer tokens of the KV cache, down to the context, where experts would lose their places otherwise: all of
+    them, or those that were asked for."""
+    request, planned = sizes.request, memory.memory
+    flagged, _ = asked_experts(request.config, request.model)
+    experts_first = flagged is not None or memory.experts == request.model.routed_experts
+    if request.config.max_total_tokens is not None or not experts_first:
+        return sizes, memory
+    step = max(1, (planned.kv_tokens - planned.context_length) // CACHE_STEPS)
+    for tokens in range(planned.kv_tokens, planned.context_length - 1, -step):
+        shorter = replace(sizes, kv_tokens=tokens)
+        if fits(shorter.weights(memory.experts), shorter.rooms()):
+            break
+    else:
+        return sizes, memory
+    reason = planned.kv_reason if tokens == planned.kv_tokens else f"{planned.kv_reason}; {LESS_CACHE}"
+    return shorter, replace(memory, memory=replace(planned, kv_tokens=tokens, kv_reason=reason))
 
 
 def _most_experts(sizes: StageSizes, memory: GpuMemory) -> int:

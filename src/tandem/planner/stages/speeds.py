@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from tandem.planner.forecast.speeds import GPU_FLOPS, GPU_GBPS, GpuModel, Speeds, gpu_model
@@ -22,6 +22,15 @@ def stage_speeds(gpu: GpuPlan | None, speeds: Speeds) -> Speeds:
 def border_seconds(gpu: GpuPlan | None) -> float:
     """Seconds of a step between all stages, and from the last one back."""
     return 0.0 if gpu is None else BORDER_SECONDS * len(gpu.stages)
+
+
+def pipelined_share(seconds: Sequence[float], gpu: GpuPlan | None, starts: float) -> float:
+    """Share of a prompt's time, of chunks that stages compute one behind the other. seconds: of each chunk, on all
+    stages. The longest goes through all of them; the host takes `starts` to give all kernels."""
+    stages, total = 1 if gpu is None else max(1, len(gpu.stages)), sum(seconds)
+    if stages == 1 or len(seconds) == 1:
+        return 1.0
+    return max((total + (stages - 1) * max(seconds)) / stages, starts) / total
 
 
 def _together(stages: tuple[StagePlan, ...], speed: Callable[[GpuModel | None], float]) -> float:

@@ -6,16 +6,15 @@ graphs too. For chunks of many rows keys and values of each head are made anew (
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from itertools import groupby
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tandem.kernels.batch_layout import KernelBatch
 from tandem.kernels.selected_keys import SelectedKeys
+from tandem.kernels.step_lengths import lengths_of
 from tandem.mechanisms.latent.absorbed import LatentSizes, LatentWeights
 from tandem.mechanisms.latent.gpu.decode import LatentPages, decode, hopper_kernel, parts_of, tile_of
 from tandem.mechanisms.latent.gpu.per_head import per_head
@@ -125,25 +124,6 @@ def _by_length(chunks: list[LatentChunk]) -> Iterator[tuple[bool, list[LatentChu
     """Neighbours of few rows, or of many, together."""
     for few, some in groupby(chunks, lambda chunk: chunk.rows <= FEW_ROWS):
         yield few, list(some)
-
-
-class CachedLatents(NamedTuple):
-    """starts: first rows; ends: lengths of sequences with them."""
-
-    lens: weakref.ref[Tensor]
-    starts: list[int]
-    ends: list[int]
-
-
-_known: CachedLatents | None = None
-
-
-def lengths_of(batch: KernelBatch) -> CachedLatents:
-    """A step's first layer waits for the GPU to say how long sequences are."""
-    global _known
-    if _known is None or _known.lens() is not batch.seq_lens:
-        _known = CachedLatents(weakref.ref(batch.seq_lens), batch.query_starts.tolist(), batch.seq_lens.tolist())
-    return _known
 
 
 def chunks_of(batch: KernelBatch, first: int) -> list[LatentChunk]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tandem.kernels.batch_layout import KernelBatch
 from tandem.kernels.selected_keys import SelectedKeys
-from tandem.mechanisms.latent.gpu.heads import lengths_of
+from tandem.kernels.step_lengths import lengths_of
 from tandem.mechanisms.token_index.cost import SCORE_BYTES
 from tandem.mechanisms.token_index.gpu.best import keep_best
 from tandem.mechanisms.token_index.gpu.scores import ScoredKeys, Scoring, token_scores

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.selected_keys import SelectedKeys
+from tandem.kernels.step_lengths import lengths_of
 from tandem.kernels.step_rows import StepContext
-from tandem.mechanisms.latent.gpu.heads import lengths_of
 from tandem.mechanisms.token_index.gpu.index import chosen_keys
 from tandem.mechanisms.token_index.gpu.scores import ScoredKeys
 from tandem.mechanisms.token_index.pooled import PooledKeys

@@ -1,0 +1,27 @@
+"""`chunks_at_once`: whether stages compute chunks of one prompt one behind the other, or take turns."""
+
+from __future__ import annotations
+
+from tandem.planner.choices.decision import Decision
+from tandem.spec.model_config import ModelConfig
+
+BORDER_BUFFERS = 2  # chunks that a stage has room for beside its own work: one that is read, one that comes
+MOST_CHUNKS = 8  # of a step, which nobody can be added to: an abort waits for it, a request for some of them
+BY_HOST = "experts in CPU memory: the host waits for each layer's rows, and those that travel come once a chunk"
+
+
+def chunks_at_once(model: ModelConfig, experts: int, log: list[Decision]) -> int:
+    """Chunks of a step, in a model with stages. experts: on the GPUs."""
+    if experts < model.routed_experts:
+        log.append(Decision("prompts", "stages take turns", BY_HOST))
+        return 1
+    why = f"each computes another chunk of a prompt that is alone, up to {MOST_CHUNKS} in a step"
+    log.append(Decision("prompts", "pipelined over stages", why))
+    return MOST_CHUNKS
+
+
+def border_bytes(model: ModelConfig, rows: int) -> int:
+    """Bytes of a GPU for chunks of so many rows that come from the stage before, in bfloat16: the residual, what is to
+    be added to it, and a shared expert's result."""
+    tensors = 3 if model.moe_layers and model.moe.shared is not None else 2
+    return BORDER_BUFFERS * tensors * rows * model.hidden * 2
