@@ -68,6 +68,17 @@ def _sequences(request: GenerateRequest, max_len: int, arrival: int, page_size: 
     ]  # fmt: skip
 
 
+def _admission(encoder: Encoder | None) -> Callable[[Sequence], None]:
+    """Hook of a sequence's admission."""
+
+    def admitted(sequence: Sequence) -> None:
+        unread_rows.taken(sequence.slot, 0)  # of who had the slot before
+        if encoder is not None:
+            encoder.hand_to(sequence)
+
+    return admitted
+
+
 class Engine:
     """Not thread-safe: one thread adds, aborts and steps."""
 
@@ -99,7 +110,7 @@ class Engine:
             max_running=plan.max_running_requests,
             pace=pace_of(parts),
             proposer=self._speculation,
-            on_admit=None if self._encoder is None else self._encoder.hand_to,
+            on_admit=_admission(self._encoder),
         )
         slotless = not layout_of(parts).slot_bytes
         # A draft layer runs between steps, where a pass may have its experts on the way. Nobody has shown yet that a
@@ -338,6 +349,10 @@ class Engine:
     def _advance(self, turn: SequenceOutput, sampled: Sampled | None) -> bool:
         sequence = turn.sequence
         answer = self._answers.of(sequence)
+        if not turn.tokens and unread_rows.taken(sequence.slot, sequence.computed_len + turn.chunk.sure):
+            # Before anybody finds its pages: they hold no numbers.
+            turn.end(self._answers.end(sequence, answer.end("error", unread_rows.last), keep=False))
+            return False
         if sampled is not None and sampled.token_id < 0:
             if sequence.matcher is not None:
                 sequence.matcher.check()
