@@ -65,6 +65,7 @@ struct NumbersOfRows {
     const int64_t rows = id.shape[0] - numbers.shape().longest + 1;
     expect(rows >= 0, "row numbers: a text is shorter than an n-gram");
     const TensorView to = view_of(out, "out", {Element::i64}, {rows, numbers.hashes()}, true);
+    const nb::gil_scoped_release unlocked;
     numbers.text(static_cast<const int64_t*>(id.data), id.shape[0], static_cast<int64_t*>(to.data));
   }
 

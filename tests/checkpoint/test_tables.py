@@ -304,6 +304,21 @@ def test_pages_of_rows_that_could_not_be_read_are_not_kept(tiny_models, tmp_path
     assert [t for o in again for t in o.token_ids] == expected and again[0].cached_tokens == 0
 
 
+@pytest.mark.parametrize(("way", "answers"), [("disk", True), ("map", False), ("ram", False)])
+def test_rows_of_tokens_that_come_next_are_read_ahead(tiny_models, tmp_path: Path, monkeypatch, way, answers) -> None:
+    """All but those of a prompt's first chunk, which ends at a page's border."""
+    rows, prompt, ahead = BadRows(monkeypatch), [(7 * i) % 50 + 6 for i in range(40)], set[int]()
+    engine, other = (tiny_engine(tiny_models["qwen4_exp"], tmp_path, tables=way) for _ in range(2))
+    first = rows.of(other, request("first", prompt[: other.plan.page_size * 2], max_tokens=1))
+    for operator in engine._rows_ahead._operators:
+        operator._find.read_ahead = lambda numbers: ahead.update(numbers.tolist())
+    assert bool(engine._rows_ahead._operators) == (way != "ram")
+    of_prompt = rows.of(engine, request("prompt", prompt, max_tokens=1))
+    assert way == "ram" or of_prompt - first <= ahead
+    of_both = rows.of(engine, request("both", prompt, max_tokens=6, ignore_eos=True))
+    assert (of_both - first <= ahead) == answers and of_both - of_prompt
+
+
 # -- as planned ---
 
 

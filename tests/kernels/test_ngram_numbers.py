@@ -110,7 +110,8 @@ def test_numbers_of_a_text_are_those_of_its_steps() -> None:
     numbers, text = RowNumbers(SHAPE, HASHES), tokens()[1].tolist()
     expected = exact([(0, 0), (0, LENGTHS[1]), (0, 0)])
     for first in (0, 1, 2, 3, 299):
-        assert torch.equal(numbers.of_text(text, first), expected[first:])
+        for end in {first, first + 1, 300}:
+            assert torch.equal(numbers.of_text(text, first, end), expected[first:end])
     check(numbers, [(0, 8), (0, 0), (0, 0)], [1, 2, 3])
 
 

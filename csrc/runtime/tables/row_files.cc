@@ -76,6 +76,17 @@ bool RowFiles::read_cached(int64_t number, uint8_t* to) const {
   return got == row_bytes_;
 }
 
+bool RowFiles::fetch(int64_t number) const {
+  uint8_t* row = blocks_of((row_bytes_ + kBlock - 1) / kBlock * kBlock);
+  if (read_cached(number, row)) return false;
+  try {
+    read(number, row);
+    return true;
+  } catch (const UnreadableFile&) {
+    return false;
+  }
+}
+
 void RowFiles::read(int64_t number, uint8_t* to) const {
   const Place place = place_of(number);
   if (direct_)

@@ -31,6 +31,9 @@ class RowFiles {
   // Copies a row that the page cache has. False where it has not, or where the system does not say.
   bool read_cached(int64_t number, uint8_t* to) const;
 
+  // Has the page cache take in a row. Whether it had to be read; also false where it cannot be.
+  bool fetch(int64_t number) const;
+
   // Reads a row. Throws UnreadableFile naming the file.
   void read(int64_t number, uint8_t* to) const;
 

@@ -97,28 +97,25 @@ void RowReader::read_ahead(const int64_t* numbers, int64_t count) {
   if (rows_ || !count) return;
   check(numbers, count);
   std::vector<int64_t> own(numbers, numbers + count);
-  std::sort(own.begin(), own.end());
-  own.erase(std::unique(own.begin(), own.end()), own.end());
-  const int64_t rows = int64_t(own.size());
-  if (files_->direct()) {
-    if (const auto group = ahead_.add(std::move(own), row_bytes_))
-      threads_.queue(rows, step_of(rows), [this, group](int64_t first, int64_t last) {
-        for (int64_t i = first; i < last; ++i) read_ahead_ += group->read(*files_, i);
-      });
-    return;
+  if (count <= kFew)
+    begin_ahead(std::move(own));
+  else  // sorting them takes milliseconds
+    threads_.queue(1, 1, [this, own = std::move(own)](int64_t, int64_t) { begin_ahead(own); });
+}
+
+void RowReader::begin_ahead(std::vector<int64_t> numbers) {
+  std::sort(numbers.begin(), numbers.end());
+  numbers.erase(std::unique(numbers.begin(), numbers.end()), numbers.end());
+  const int64_t rows = int64_t(numbers.size());
+  if (!files_->direct()) {
+    threads_.queue(rows, step_of(rows), [this, own = std::move(numbers)](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i) read_ahead_ += files_->fetch(own[size_t(i)]);
+    });
+  } else if (const auto group = ahead_.add(std::move(numbers), row_bytes_)) {
+    threads_.queue(rows, step_of(rows), [this, group](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i) read_ahead_ += group->read(*files_, i);
+    });
   }
-  threads_.queue(rows, step_of(rows), [this, own = std::move(own)](int64_t first, int64_t last) {
-    std::vector<uint8_t> row(size_t(row_bytes_), 0);
-    for (int64_t i = first; i < last; ++i) {
-      try {
-        if (files_->read_cached(own[size_t(i)], row.data())) continue;
-        files_->read(own[size_t(i)], row.data());
-        ++read_ahead_;
-      } catch (const UnreadableFile&) {
-        continue;  // whoever needs it learns why
-      }
-    }
-  });
 }
 
 void RowReader::check(const int64_t* numbers, int64_t count) const {

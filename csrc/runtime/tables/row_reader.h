@@ -38,6 +38,7 @@ class RowReader {
   int64_t ahead() const { return read_ahead_; }
 
  private:
+  void begin_ahead(std::vector<int64_t> numbers);
   void check(const int64_t* numbers, int64_t count) const;
   void copy(const int64_t* numbers, int64_t first, int64_t last, uint8_t* out) const;
   void read_missing(const int64_t* numbers, const std::vector<int64_t>& missing, uint8_t* out);

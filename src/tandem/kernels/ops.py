@@ -178,6 +178,10 @@ class StoredTable(Protocol):
     @property
     def anywhere(self) -> bool: ...  # `decode` takes rows on any device
 
+    def __call__(self, numbers: Tensor) -> Tensor:
+        """As a `Lookup`."""
+        ...
+
     def read(self, numbers: Tensor, rows: Tensor) -> None:
         """Rows of these numbers, int64 [n], to uint8 [n * row_bytes]. Raises CheckpointError where one cannot be
         read."""

@@ -36,10 +36,11 @@ class RowNumbers:
         """One slot becomes another's copy."""
         self._core.copy(source, target)
 
-    def of_text(self, tokens: list[int], first: int) -> Tensor:
-        """int64 [T, hashes] of tokens from `first` on, of a sequence that begins with tokens[0]. Keeps nothing."""
+    def of_text(self, tokens: list[int], first: int, end: int) -> Tensor:
+        """int64 [end - first, hashes] of tokens [first, end) of a sequence that begins with tokens[0]. Nothing is
+        kept."""
         back = self._shape.longest - 1
-        ids = [self._shape.stop] * (back - first) + tokens[max(0, first - back) :]
+        ids = [self._shape.stop] * (back - first) + tokens[max(0, first - back) : end]
         numbers = torch.empty((len(ids) - back, self._shape.hashes), dtype=torch.int64)
         self._core.text(torch.tensor(ids), numbers)
         return numbers
