@@ -1,9 +1,10 @@
 """Rows of a table of n-grams, found and left in pinned memory for a step: what the host does before a GPU begins it.
 
-    python benchmarks/table_rows.py --rows 20000000 --where ram --where map --json rows.jsonl
+    python benchmarks/table_rows.py --rows 20000000 --where ram --where map --json benchmarks/results
 
 A made-up file of random bytes, as wide as Qwen3.8-Flash-Next's rows in fp8. `warm`: the page cache has all of it, or
 memory; else the cache was dropped before, and each step reads other rows. `tokens`: of each sequence, in the step.
+`us` is a median, `least_us` the quickest: they lie apart where the machine does something else.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from tandem.bench.rows import Row, machine_name, stamp, write
 from tandem.checkpoint.tables.readers import TableRows, ignored, lookup_of
 from tandem.checkpoint.tables.stored_rows import RowRange, StoredRows
 from tandem.errors import CheckpointError
+from tandem.machine.machine import Machine
 from tandem.mechanisms.ngrams.gpu.staged import StagedRows
 from tandem.mechanisms.ngrams.shape import Ngram
 from tandem.mechanisms.ngrams.torch import Hashes, NgramWeights
@@ -73,8 +75,8 @@ def dropped(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def measured(rows: StagedRows, path: Path, sequences: int, tokens: int, cold: bool, rounds: int) -> float:
-    """Median microseconds of a step."""
+def measured(rows: StagedRows, path: Path, sequences: int, tokens: int, cold: bool, rounds: int) -> list[float]:
+    """Microseconds of each step, but for the first ones."""
     steps, times = [step(sequences, tokens, i * tokens) for i in range(rounds)], []
     if cold:
         dropped(path)
@@ -82,10 +84,10 @@ def measured(rows: StagedRows, path: Path, sequences: int, tokens: int, cold: bo
         begin = time.perf_counter()
         rows.begin(batch, tokens == 1)
         times.append(time.perf_counter() - begin)
-    return 1e6 * statistics.median(times[rounds // 10 :])
+    return [1e6 * each for each in times[rounds // 10 :]]
 
 
-def lines(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def lines(options: argparse.Namespace) -> Iterator[Row]:
     stored, device = made_up(options.file, options.rows), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for where in options.where:
         try:
@@ -101,7 +103,8 @@ def lines(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 rounds = options.rounds if tokens == 1 else 3
                 us = measured(rows, options.file, sequences, tokens, cold, rounds)
                 row = {"bench": "tables", "where": where, "warm": not cold, "sequences": sequences, "tokens": tokens}
-                yield row | {"us": round(us, 1), "device": device.type, "rows": options.rows}
+                figures = {"us": round(statistics.median(us), 1), "least_us": round(min(us), 1)}
+                yield row | figures | {"device": device.type, "rows": options.rows}
 
 
 def main() -> None:
@@ -110,15 +113,16 @@ def main() -> None:
     parser.add_argument("--where", action="append", choices=["ram", "map", "disk"])
     parser.add_argument("--file", type=Path, default=Path("table_rows.bin"))
     parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="a file, or a directory of results")
     options = parser.parse_args()
     options.where = options.where or ["ram", "map", "disk"]
     torch.set_num_threads(1)
+    about, rows = stamp(machine_name(Machine.detect())), list[Row]()
     for line in lines(options):
         print(json.dumps(line), flush=True)
-        if options.json is not None:
-            with options.json.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+        rows.append(line | about)
+    if options.json is not None:
+        write(rows, options.json)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ void bind_columns(nanobind::module_& m);    // columns.cc: Columns
 void bind_recurrent(nanobind::module_& m);  // recurrent.cc: RecurrentOps
 void bind_recording(nanobind::module_& m);
 void bind_streams(nanobind::module_& m);  // streams.cc: Streams
+void bind_tables(nanobind::module_& m);   // tables.cc: RowNumbers, RowReader
 void bind_token_index(nanobind::module_& m);
 void bind_mailbox(nanobind::module_& m);  // mailbox.cc: Mailbox
 void bind_live(nanobind::module_& m);     // live.cc: MovingLayers, ExpertMoves, what live placement counts

@@ -28,6 +28,7 @@ NB_MODULE(_core, m) {
   tandem::bind_recurrent(m);
   tandem::bind_columns(m);
   tandem::bind_streams(m);
+  tandem::bind_tables(m);
   tandem::bind_token_index(m);
   tandem::bind_matrix(m);
   tandem::bind_fit(m);

@@ -1,7 +1,7 @@
 """Tandem's C++ core."""
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, overload
 
 SCRATCH_BYTES_PER_WORKER: int = 4358144
 
@@ -354,6 +354,60 @@ class Streams:
 
     def leave(self, x: object, y: object, share: object, mixing: object, out: object) -> None:
         """out [T, n, hidden]: x mixed, and y [T, hidden] shared out."""
+
+class RowNumbers:
+    """Numbers of a table's rows that n-grams of tokens name."""
+
+    def __init__(
+        self,
+        longest: int,
+        heads: int,
+        stop: int,
+        multipliers: Sequence[int],
+        sizes: Sequence[int],
+        offsets: Sequence[int],
+    ) -> None: ...
+    def find(self, ids: object, positions: object, slots: object, starts: object, out: object) -> int:
+        """Numbers of a step's tokens; returns how many rows are written."""
+
+    def text(self, ids: object, out: object) -> None:
+        """Numbers of a text's tokens, but of those that only begin n-grams."""
+
+    def copy(self, source: int, target: int) -> None:
+        """A slot becomes another's copy."""
+
+class RowReader:
+    """Rows of a table by their numbers."""
+
+    @overload
+    def __init__(self, name: str, rows: object, threads: int) -> None:
+        """Rows in memory."""
+
+    @overload
+    def __init__(
+        self,
+        name: str,
+        files: Sequence[tuple[str, int]],
+        ranges: Sequence[tuple[int, int, int]],
+        row_bytes: int,
+        direct: bool,
+        threads: int,
+    ) -> None:
+        """
+        files: path and open descriptor, which stays the caller's; ranges: file, first byte, rows.
+        """
+
+    def read(self, numbers: object, rows: object) -> None: ...
+    def read_ahead(self, numbers: object) -> None:
+        """These rows will be needed soon."""
+
+    @property
+    def waited(self) -> int:
+        """Rows that a read had to wait for, since the start."""
+
+    @property
+    def ahead(self) -> int:
+        """Rows that were read before anybody needed them, since the start."""
 
 class TokenIndex:
     """Which tokens each row attends to, on a pool."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,10 @@ from tandem.checkpoint import load_model_config, open_checkpoint
 from tandem.checkpoint.metadata.from_names import formats_from_names
 from tandem.checkpoint.parts import is_table
 from tandem.checkpoint.tables import readers
+from tandem.checkpoint.tables.readers import TableRows
 from tandem.convert import Conversion, convert
+from tandem.engine.engine import Engine
+from tandem.engine.protocol import GenerateRequest
 from tandem.errors import CheckpointError
 from tandem.flags.engine_config import EngineConfig
 from tandem.planner.forecast.advice import PlanQuestion
@@ -83,21 +88,38 @@ def test_codes_are_their_numbers_times_one_scale(tmp_path: Path, numbers, way: s
     assert open_checkpoint(tmp_path / "m").formats().tables.bytes_per_weight == 1.0
 
 
-def test_a_page_cache_that_tells_nothing_is_read_all_the_same(tmp_path: Path, numbers, monkeypatch) -> None:
-    """Where the system cannot say what is cached, and where it has none of it."""
-    monkeypatch.setattr(readers, "CACHED_ONLY", 0)
-    read = _table(saved(tmp_path / "m", numbers, 2), "map")
-    assert torch.equal(read(asked()), numbers[asked()])
-    monkeypatch.setattr(readers, "CACHED_ONLY", 1)
-    again, real = _table(tmp_path / "m", "map"), os.preadv
+@pytest.mark.parametrize("way", WAYS)
+def test_many_rows_are_shared_among_threads(tmp_path: Path, numbers, way: str) -> None:
+    read = _table(saved(tmp_path / "m", numbers, 3), way)
+    many = torch.randint(ROWS, (5000,), generator=torch.Generator().manual_seed(4))
+    assert torch.equal(read(many), numbers[many])
 
-    def never_cached(file, buffers, offset, flags=0):
-        if flags:
-            raise BlockingIOError
-        return real(file, buffers, offset)
 
-    monkeypatch.setattr(readers.os, "preadv", never_cached)
-    assert torch.equal(again(asked()), numbers[asked()])
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_that_were_read_ahead_are_the_same(tmp_path: Path, numbers, way: str) -> None:
+    """At once, while they are read, or later; some of them, others, and again."""
+    read = _table(saved(tmp_path / "m", numbers, 3), way)
+    for count in (3, 400, 2500):
+        some = torch.randint(ROWS, (count,), generator=torch.Generator().manual_seed(count))
+        read.read_ahead(some)
+        assert torch.equal(read(asked()), numbers[asked()])
+        for _ in range(2):
+            assert torch.equal(read(some), numbers[some])
+    with pytest.raises(CheckpointError, match=f"has {ROWS} rows, and one beyond them"):
+        read(torch.tensor([ROWS]))
+
+
+def test_nobody_waits_for_rows_that_were_read_ahead(tmp_path: Path, numbers) -> None:
+    read = _table(saved(tmp_path / "m", numbers, 3), "disk")
+    read.read_ahead(torch.arange(40))
+    wait_for(lambda: read.reader.ahead == 40)
+    assert torch.equal(read(torch.arange(45)), numbers[:45]) and read.reader.waited == 5
+    assert torch.equal(read(torch.arange(45)), numbers[:45]) and read.reader.waited == 50  # what was taken is gone
+
+
+def wait_for(ended: Callable[[], bool]) -> None:
+    while not ended():
+        time.sleep(0.001)
 
 
 def _table(path: Path, way: str):
@@ -140,18 +162,28 @@ def test_a_file_that_is_cut_short_meanwhile_is_named(tmp_path: Path, numbers, wa
     assert torch.equal(read(torch.tensor([5, 2900, 1000])), numbers[[5, 2900, 1000]])
 
 
+@pytest.fixture
+def broken_disk() -> Iterator[Callable[[TableRows, int], None]]:
+    """Reads of a table's file fail from now on: it becomes this process's memory, whose first pages nobody has."""
+    memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
+    yield lambda table, file: void(os.dup2(memory, table.reader._files.open[file], inheritable=False))
+    os.close(memory)
+
+
+def void(_: object) -> None: ...
+
+
 @pytest.mark.parametrize("way", WAYS[1:])
-def test_a_disk_that_fails_is_named(tmp_path: Path, numbers, way: str, monkeypatch) -> None:
-    read, real = _table(saved(tmp_path / "m", numbers, 1), way), os.preadv
-
-    def broken(file, buffers, offset, flags=0):
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(readers.os, "preadv", broken)
-    with pytest.raises(CheckpointError, match="cannot be read: Input/output error"):
-        read(torch.tensor([5, 900]))
-    monkeypatch.setattr(readers.os, "preadv", real)
-    assert torch.equal(read(torch.tensor([5, 900])), numbers[[5, 900]])
+def test_a_disk_that_fails_is_named(tmp_path: Path, numbers, way: str, broken_disk) -> None:
+    """Rows of other files are still read. The system does not tell what it has of such a file in its cache."""
+    read = _table(saved(tmp_path / "m", numbers, 3), way)
+    broken_disk(read, 1)
+    with pytest.raises(CheckpointError, match=r"part-1\.safetensors: rows of .* cannot be read: Input/output error"):
+        read(torch.tensor([5, 1900, 2900]))
+    read.read_ahead(torch.tensor([1901, 1902]))  # nobody learns of it before somebody needs one
+    assert torch.equal(read(asked()[asked() < 1000]), numbers[asked()[asked() < 1000]])
+    with pytest.raises(CheckpointError, match=r"part-1\.safetensors.*Input/output error"):
+        read(torch.arange(1500, 1500 + 400))
 
 
 def test_rows_that_are_not_there_are_no_neighbours_bytes(tmp_path: Path, numbers) -> None:
@@ -202,34 +234,89 @@ def test_a_table_that_is_cut_short_fails_answers_and_not_the_engine(tiny_models,
     assert told[0] == told[1] and len(told[0]) == 6
 
 
+class BadRows:
+    """Notes rows that are read, and fails for those that are bad."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.noted, self.bad = set[int](), set[int]()
+        monkeypatch.setattr(readers.TableRows, "__call__", self._replacement(readers.TableRows.__call__))
+
+    def _replacement(self, real: Callable[[TableRows, Tensor], Tensor]) -> Callable[[TableRows, Tensor], Tensor]:
+        def read(table: TableRows, numbers: Tensor) -> Tensor:
+            own = set(numbers.tolist())
+            if own & self.bad:
+                raise CheckpointError("t.safetensors: rows cannot be read: Input/output error")
+            self.noted |= own
+            return real(table, numbers)
+
+        return read
+
+    def of(self, engine: Engine, *requests: GenerateRequest) -> set[int]:
+        """Rows that these requests read."""
+        self.noted.clear()
+        run(engine, *requests)
+        return set(self.noted)
+
+
 def test_a_row_that_cannot_be_read_fails_those_who_need_it(tiny_models, tmp_path: Path, monkeypatch) -> None:
-    """Two answers of the same steps: one reads a place of the file that fails, the other does not."""
-    engine, real = tiny_engine(tiny_models["qwen4_exp"], tmp_path, tables="map"), os.preadv
-    places: set[int] = set()
-    bad: set[int] = set()
+    """Two answers of the same steps: one reads rows that fail, the other does not."""
+    rows, engine = BadRows(monkeypatch), tiny_engine(tiny_models["qwen4_exp"], tmp_path, tables="map")
+    prompts = {"a": [7, 8, 9], "b": [70, 80, 90, 100, 110]}
 
-    def noted(file, buffers, offset, flags=0):
-        if offset in bad:
-            raise OSError(5, "Input/output error")
-        places.add(offset)
-        return real(file, buffers, offset, flags)
+    def ask(name: str) -> GenerateRequest:
+        return request(name, prompts[name[0]], max_tokens=6, ignore_eos=True)
 
-    monkeypatch.setattr(readers.os, "preadv", noted)
-    asks = {"a": [7, 8, 9], "b": [70, 80, 90, 100, 110]}
-    requests = {name: request(name, prompt, max_tokens=6, ignore_eos=True) for name, prompt in asks.items()}
-    first = {name: run(engine, each) for name, each in requests.items() if not places.clear()}
-    own = set(places)  # the second's
-    places.clear()
-    run(engine, request("again", asks["a"], max_tokens=6, ignore_eos=True))
-    bad.update(own - places)
-    assert bad
-    both = run(engine, *(request(f"{name}2", prompt, max_tokens=6, ignore_eos=True) for name, prompt in asks.items()))
-    texts = {key: [t for o in outputs for t in o.token_ids] for key, outputs in {**first["a"], **both}.items()}
-    ended = {key: outputs[-1] for key, outputs in both.items()}
-    names = {str(key): key for key in ended}
-    a, b = (next(key for name, key in names.items() if f"{each}2" in name) for each in "ab")
+    first = run(engine, ask("a"))
+    rows.bad = rows.of(engine, ask("b")) - rows.of(engine, ask("a1"))
+    assert rows.bad
+    both = run(engine, ask("a2"), ask("b2"))
+    texts = {key: [t for o in outputs for t in o.token_ids] for key, outputs in {**first, **both}.items()}
+    ended = {str(key): outputs[-1] for key, outputs in both.items()}
+    names = {str(key): key for key in both}
+    a, b = (next(name for name in names if f"{each}2" in name) for each in "ab")
     assert ended[b].finish_reason == "error" and "Input/output error" in str(ended[b].error)
-    assert ended[a].finish_reason == "length" and texts[a] == texts[next(iter(first["a"]))]
+    assert ended[a].finish_reason == "length" and texts[names[a]] == texts[next(iter(first))]
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_pages_of_rows_that_could_not_be_read_are_not_kept(tiny_models, tmp_path: Path, monkeypatch, aborted) -> None:
+    """A long prompt whose first chunk reads bad rows, ended by its client or by itself; the disk is whole again."""
+    rows = BadRows(monkeypatch)
+    limits = {"page_size": 4}
+    engine = tiny_engine(tiny_models["qwen4_exp"], tmp_path, tables="map", **limits)
+    prompt = [(7 * i) % 50 + 6 for i in range(48)]
+
+    def ask(name: str) -> GenerateRequest:
+        return request(name, prompt, max_tokens=4, ignore_eos=True)
+
+    fresh = tiny_engine(tiny_models["qwen4_exp"], tmp_path, tables="map", **limits)
+    expected = [t for outputs in run(fresh, ask("x")).values() for o in outputs for t in o.token_ids]
+    rows.bad = rows.of(fresh, request("p", prompt[:4], max_tokens=1))
+    engine.add(ask("a"))
+    outputs = engine.step()
+    if aborted:
+        engine.abort("a")
+    while engine.has_work():
+        outputs += engine.step()
+    assert outputs[-1].finish_reason == "error" and "Input/output error" in str(outputs[-1].error)
+    rows.bad.clear()
+    (again,) = run(engine, ask("b")).values()
+    assert [t for o in again for t in o.token_ids] == expected and again[0].cached_tokens == 0
+
+
+@pytest.mark.parametrize(("way", "answers"), [("disk", True), ("map", False), ("ram", False)])
+def test_rows_of_tokens_that_come_next_are_read_ahead(tiny_models, tmp_path: Path, monkeypatch, way, answers) -> None:
+    """All but those of a prompt's first chunk, which ends at a page's border."""
+    rows, prompt, ahead = BadRows(monkeypatch), [(7 * i) % 50 + 6 for i in range(40)], set[int]()
+    engine, other = (tiny_engine(tiny_models["qwen4_exp"], tmp_path, tables=way) for _ in range(2))
+    first = rows.of(other, request("first", prompt[: other.plan.page_size * 2], max_tokens=1))
+    for operator in engine._rows_ahead._operators:
+        operator._find.read_ahead = lambda numbers: ahead.update(numbers.tolist())
+    assert bool(engine._rows_ahead._operators) == (way != "ram")
+    of_prompt = rows.of(engine, request("prompt", prompt, max_tokens=1))
+    assert way == "ram" or of_prompt - first <= ahead
+    of_both = rows.of(engine, request("both", prompt, max_tokens=6, ignore_eos=True))
+    assert (of_both - first <= ahead) == answers and of_both - of_prompt
 
 
 # -- as planned ---

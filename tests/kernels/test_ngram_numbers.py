@@ -1,12 +1,15 @@
-"""Rows of a table that a step's tokens name, found in NumPy for a GPU: those that plain torch finds, at every cut."""
+"""Rows of a table that a step's tokens name, found by the C++ core for a GPU: those that plain torch finds, at every
+cut."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from paged_batches import make_batch, random_tables
+from tandem.errors import KernelError
 from tandem.kernels.step_rows import step_rows
-from tandem.mechanisms.ngrams.numbers import PLACES, RowNumbers
+from tandem.mechanisms.ngrams.numbers import RowNumbers
 from tandem.mechanisms.ngrams.shape import Ngram
 from tandem.mechanisms.ngrams.torch import Hashes, hashed, last_ids
 from tandem.models.batch import ForwardBatch
@@ -50,7 +53,7 @@ def exact(spans: list[tuple[int, int]]) -> torch.Tensor:
 
 
 def check(numbers: RowNumbers, spans: list[tuple[int, int]], slots: list[int], apart: bool = False) -> None:
-    assert torch.equal(torch.from_numpy(numbers(batch(spans, slots, apart))), exact(spans))
+    assert torch.equal(numbers(batch(spans, slots, apart)), exact(spans))
 
 
 def test_prompts_cut_anywhere_and_rows_that_decode() -> None:
@@ -59,7 +62,6 @@ def test_prompts_cut_anywhere_and_rows_that_decode() -> None:
     check(numbers, [(1, 9), (270, 271), (2, 2)], slots)
     for i in range(5):
         check(numbers, [(9 + i, 10 + i), (271 + i, 272 + i), (2 + i, 3 + i)], slots, apart=True)
-    assert PLACES < 270
 
 
 def test_rows_of_guesses_follow_each_other_in_one_slot() -> None:
@@ -81,16 +83,41 @@ def test_rows_that_fill_up_a_graph_are_left_out() -> None:
     numbers = RowNumbers(SHAPE, HASHES)
     check(numbers, [(0, 8), (0, 100), (0, 1)], [1, 2, 3])
     padded = batch([(8, 9), (100, 101), (1, 2)], [1, 0, 0])
-    assert torch.equal(torch.from_numpy(numbers(padded)), exact([(8, 9), (100, 100), (1, 1)]))
+    assert torch.equal(numbers(padded), exact([(8, 9), (100, 100), (1, 1)]))
     nobody = batch([(8, 9), (100, 101), (1, 2)], [0, 0, 0])  # before a graph is captured
     assert numbers(nobody).shape == (1, 8)
 
 
 def test_one_sequence_alone_has_the_same_numbers() -> None:
-    """Found in another way. Products leave 64 bits."""
+    """Products leave 64 bits."""
     numbers = RowNumbers(SHAPE, HASHES)
     expected = exact([(0, LENGTHS[0]), (0, 0), (0, 0)])
     for position in range(LENGTHS[0]):
         one = batch([(position, position + 1)], [3], apart=True)
-        assert torch.equal(torch.from_numpy(numbers(one)), expected[position : position + 1])
+        assert torch.equal(numbers(one), expected[position : position + 1])
     assert int(tokens()[0].max()) * int(HASHES.multipliers[2]) >= 1 << 63 and STOP in tokens()[0]
+
+
+def test_more_rows_of_a_slot_than_it_has_places() -> None:
+    """As deterministic mode lays out a chunk. The text is longer than a ring."""
+    numbers = RowNumbers(SHAPE, HASHES)
+    check(numbers, [(0, 0), (0, 290), (0, 3)], [1, 2, 3], apart=True)
+    check(numbers, [(0, 0), (290, 300), (3, 7)], [1, 2, 3], apart=True)
+
+
+def test_numbers_of_a_text_are_those_of_its_steps() -> None:
+    """From any token on, and nothing is kept."""
+    numbers, text = RowNumbers(SHAPE, HASHES), tokens()[1].tolist()
+    expected = exact([(0, 0), (0, LENGTHS[1]), (0, 0)])
+    for first in (0, 1, 2, 3, 299):
+        for end in {first, first + 1, 300}:
+            assert torch.equal(numbers.of_text(text, first, end), expected[first:end])
+    check(numbers, [(0, 8), (0, 0), (0, 0)], [1, 2, 3])
+
+
+def test_what_fits_no_table_is_refused() -> None:
+    with pytest.raises(KernelError, match="sizes and offsets do not fit"):
+        RowNumbers(SHAPE, HASHES._replace(sizes=HASHES.sizes[:-1]))
+    numbers = RowNumbers(SHAPE, HASHES)
+    with pytest.raises(KernelError, match="a slot or a start is none"):
+        numbers(batch([(0, 1), (0, 2), (0, 1)], [1, -2, 3]))

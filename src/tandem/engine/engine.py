@@ -37,6 +37,7 @@ from tandem.engine.step.step import (
     no_new_request,
     turns_of,
 )
+from tandem.engine.step.table_rows import admission, rows_ahead_of, unread
 from tandem.engine.vision.encoder import Encoder, encoder_of
 from tandem.engine.vision.spans import check_images
 from tandem.errors import RequestError
@@ -91,6 +92,7 @@ class Engine:
         states = states_of(parts)
         self._kv = KVCache(plan.num_pages, plan.page_size, prefix_cache=plan.radix_cache)
         self._runner = runner_of(parts, states.arrays)
+        self._rows_ahead = rows_ahead_of(parts)
         self._speculation = speculation_of(parts, states, self._kv)
         self._encoder = encoder_of(parts)
         self._scheduler = Scheduler(
@@ -99,7 +101,7 @@ class Engine:
             max_running=plan.max_running_requests,
             pace=pace_of(parts),
             proposer=self._speculation,
-            on_admit=None if self._encoder is None else self._encoder.hand_to,
+            on_admit=admission(None if self._encoder is None else self._encoder.hand_to),
         )
         slotless = not layout_of(parts).slot_bytes
         # A draft layer runs between steps, where a pass may have its experts on the way. Nobody has shown yet that a
@@ -166,6 +168,7 @@ class Engine:
         if self._encoder is not None:
             self._encoder.hand_out(self._scheduler.running)
         chunks = self._scheduler.next(pauses, pipelines=not recording)
+        self._rows_ahead.of_prompts(chunks)
         drawing = perf_counter() - started  # guesses
         if pauses and any(chunk.prefills for chunk in chunks):
             chunks = self._overlap.take(chunks)
@@ -308,6 +311,7 @@ class Engine:
         while active:  # once, and again for those whose guess was right
             tokens = self._chosen(logits, active)
             active = [turn for turn, sampled in zip(active, tokens, strict=False) if self._settle(turn, sampled)]
+        self._rows_ahead.of_answers(turns)
         _count(turns, self._meter, self._recorder if counts else None)
         if counts:
             _settle_rows(self._runner, turns)
@@ -339,6 +343,9 @@ class Engine:
     def _advance(self, turn: SequenceOutput, sampled: Sampled | None) -> bool:
         sequence = turn.sequence
         answer = self._answers.of(sequence)
+        if message := unread(turn):
+            turn.end(self._answers.end(sequence, answer.end("error", message), keep=False))
+            return False
         if sampled is not None and sampled.token_id < 0:
             if sequence.matcher is not None:
                 sequence.matcher.check()

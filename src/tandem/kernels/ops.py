@@ -178,9 +178,17 @@ class StoredTable(Protocol):
     @property
     def anywhere(self) -> bool: ...  # `decode` takes rows on any device
 
-    def read_into(self, numbers: Tensor, rows: Tensor) -> None:
-        """Rows of these numbers, int64 [n], to uint8 [n, row_bytes], contiguous. Raises CheckpointError where one
-        cannot be read."""
+    def __call__(self, numbers: Tensor) -> Tensor:
+        """As a `Lookup`."""
+        ...
+
+    def read(self, numbers: Tensor, rows: Tensor) -> None:
+        """Rows of these numbers, int64 [n], to uint8 [n * row_bytes]. Raises CheckpointError where one cannot be
+        read."""
+        ...
+
+    def read_ahead(self, numbers: Tensor) -> None:
+        """Rows of these numbers will be read soon: what is not in memory is fetched meanwhile."""
         ...
 
     def decode(self, rows: Tensor) -> Tensor:

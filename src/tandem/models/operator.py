@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -18,6 +18,14 @@ from tandem.models.builder import Builder
 from tandem.models.passing import ForwardState, States
 from tandem.models.residual import Residual
 from tandem.spec.layers import Body
+
+
+class TokenSpan(NamedTuple):
+    """Tokens [first, end) of a sequence that begins with tokens[0]."""
+
+    tokens: list[int]
+    first: int
+    end: int
 
 
 class Operator(Protocol):
@@ -69,6 +77,14 @@ class TakesStreams(ABC):
     @abstractmethod
     def __call__(self, x: Tensor, p: ForwardState, states: States) -> Tensor:
         """x [T, n, hidden] -> what each stream is given, of the same shape."""
+
+
+class ReadsTable(ABC):
+    """An operator that reads rows of a table, which follow from tokens alone."""
+
+    @abstractmethod
+    def read_ahead(self, spans: Sequence[TokenSpan]) -> None:
+        """These tokens come soon: rows that are not in memory are read meanwhile."""
 
 
 class SeesBlocks(ABC):

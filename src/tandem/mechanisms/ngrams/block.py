@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from tandem.architectures.names import Names
 from tandem.errors import CheckpointError
-from tandem.kernels.ops import SureRead
+from tandem.kernels.ops import StoredTable, SureRead
 from tandem.mechanisms.gated_streams.block import whole_streams
 from tandem.mechanisms.gated_streams.torch import GatedMix
+from tandem.mechanisms.ngrams.numbers import RowNumbers
 from tandem.mechanisms.ngrams.shape import Ngram
 from tandem.mechanisms.ngrams.torch import Hashes, Ngrams, NgramWeights
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
-from tandem.models.operator import TakesStreams
+from tandem.models.operator import ReadsTable, TakesStreams, TokenSpan
 from tandem.models.passing import ForwardState, States
 
 
-class NgramBlock(TakesStreams):
+class NgramBlock(TakesStreams, ReadsTable):
     """One product makes a key of each stream and a value, of what a token's hashes name."""
 
     def __init__(self, b: Builder, shape: Ngram, name: str) -> None:
@@ -27,7 +31,9 @@ class NgramBlock(TakesStreams):
         self.residual = whole = whole_streams(b.ops, shape.streams)
         sizes = [shape.channels, shape.hidden]
         self.projected = b.linear([f"{name}key_proj", f"{name}value_proj"], sizes, shape.width)
-        self.ngrams: Ngrams = b.ops.bound(shape, self._weights(b, name, whole.mix))
+        weights = self._weights(b, name, whole.mix)
+        self.ngrams: Ngrams = b.ops.bound(shape, weights)
+        self._find, self._numbers = weights.find, RowNumbers(shape, weights.hashes)
 
     def _weights(self, b: Builder, name: str, mix: GatedMix) -> NgramWeights:
         shape, at = self.shape, f"{name}ple_embedding."
@@ -55,6 +61,12 @@ class NgramBlock(TakesStreams):
 
     def reads(self) -> list[SureRead]:
         return sure_reads(self.projected)
+
+    def read_ahead(self, spans: Sequence[TokenSpan]) -> None:
+        """As `ReadsTable`."""
+        if isinstance(self._find, StoredTable) and spans:
+            numbers = [self._numbers.of_text(*span) for span in spans]
+            self._find.read_ahead(torch.cat(numbers).view(-1))
 
     def __call__(self, x: Tensor, p: ForwardState, states: States) -> Tensor:
         """x [T, n, hidden]: the streams, normed -> what each is given, [T, n, hidden]."""

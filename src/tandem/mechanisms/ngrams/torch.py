@@ -8,12 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.errors import CheckpointError
 from tandem.kernels.batch_layout import TokenBatch
 from tandem.kernels.gates import in_whole_vectors
 from tandem.kernels.ops import Lookup, Ops
 from tandem.kernels.step_rows import StepRows
-from tandem.kernels.unread_rows import unread_rows
+from tandem.kernels.unread_rows import unread_rows, unread_tokens
 from tandem.mechanisms.gated_streams.torch import GatedMix
 from tandem.mechanisms.ngrams.shape import Ngram
 
@@ -66,11 +65,15 @@ class TorchNgrams:
     def entries(self, batch: TokenBatch, rows: StepRows, ids: Tensor) -> Tensor:
         """As `Ngrams`, of the stored type or float32."""
         s, w = self._shape, self._weights
-        numbers = hashed(last_ids(batch.input_ids, rows, ids, s), w.hashes, s.heads)
-        try:
-            return w.find(numbers.flatten()).view(len(numbers), s.width)
-        except CheckpointError:
-            return torch.stack([_entry(w.find, own, s.table.width) for own in numbers]).view(len(numbers), s.width)
+        numbers, parts = hashed(last_ids(batch.input_ids, rows, ids, s), w.hashes, s.heads), dict[int, Tensor]()
+
+        def read(part: slice) -> None:
+            parts[part.start] = w.find(numbers[part].flatten()).view(-1, s.width)
+
+        if unread := unread_tokens(read, len(numbers)):
+            unread_rows.tell(batch, unread)
+            parts |= {token: torch.full((1, s.width), torch.nan) for token in unread}
+        return parts[0] if len(parts) == 1 else torch.cat([part for _, part in sorted(parts.items())])
 
     def additions(self, projected: Tensor, x: Tensor, rows: StepRows, ring: Tensor) -> Tensor:
         """As `Ngrams`."""
@@ -81,15 +84,6 @@ class TorchNgrams:
         new = w.mix.normed(gated, w.given_norm, s.norm.eps).flatten(1)
         mixed: Tensor = gated + convolved(new, rows, ring, w.taps, s.dilation).view(gated.shape)
         return mixed
-
-
-def _entry(find: Lookup, numbers: Tensor, width: int) -> Tensor:
-    """Rows of one token, float32; no numbers where one of them cannot be read."""
-    try:
-        return find(numbers).float()
-    except CheckpointError as error:
-        unread_rows.note(error)
-        return torch.full((len(numbers), width), torch.nan)
 
 
 def last_ids(ids: Tensor, rows: StepRows, ring: Tensor, shape: Ngram) -> Tensor:

@@ -3,21 +3,18 @@ them. The table itself stays where it is, as it is stored."""
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import torch
 from torch import Tensor
 
 from tandem.kernels.batch_layout import TokenBatch
 from tandem.kernels.gpu import pinned
 from tandem.kernels.ops import StoredTable
-from tandem.kernels.unread_rows import token_by_token
+from tandem.kernels.unread_rows import NO_NUMBER, unread_rows, unread_tokens
 from tandem.mechanisms.ngrams.numbers import RowNumbers
 from tandem.mechanisms.ngrams.shape import Ngram
 from tandem.mechanisms.ngrams.torch import NgramWeights
 
 WORD = 4  # bytes that kernels read at a time
-THREADS, AT_ONCE = 8, 512  # tokens whose rows one of so many threads finds at a time
 
 
 class StagedRows:
@@ -34,7 +31,6 @@ class StagedRows:
         self._token_bytes = shape.hashes * row_bytes
         self._shared, self._of_graphs = self._memory(weights.rows), dict[int, Tensor]()
         self._read = torch.cuda.Event() if device.type == "cuda" else None
-        self._threads = ThreadPoolExecutor(THREADS, "tandem-table-rows")
 
     @property
     def pinned_bytes(self) -> int:
@@ -43,16 +39,22 @@ class StagedRows:
 
     def begin(self, batch: TokenBatch, captured: bool) -> None:
         """Finds the rows of a batch in host memory. captured: its kernels are a graph's, or will be."""
-        numbers, size = torch.from_numpy(self.numbers(batch)), len(batch.input_ids)
+        numbers, size = self.numbers(batch), len(batch.input_ids)
         if captured and size not in self._of_graphs:
             self._of_graphs[size] = self._memory(size)
         if not captured and self._read is not None:
             self._read.synchronize()  # the step before may still read
-        memory, rows = self._of_graphs[size] if captured else self._shared, len(numbers)
-        target = memory[: len(memory) // self._token_bytes * self._token_bytes].view(-1, self._token_bytes)
-        self._fill(numbers, target[:rows].view(rows, self._shape.hashes, -1))
+        memory, each, rows = self._of_graphs[size] if captured else self._shared, self._token_bytes, len(numbers)
+
+        def read(part: slice) -> None:
+            self._read_rows(numbers[part].view(-1), memory[part.start * each : part.stop * each])
+
+        if unread := unread_tokens(read, rows):
+            unread_rows.tell(batch, unread)
+            for token in unread:
+                memory[token * each : (token + 1) * each] = NO_NUMBER
         if rows < size:  # rows that only fill up a graph are copies of the last one
-            target[rows:size] = target[rows - 1]
+            memory[rows * each : size * each].view(-1, each)[:] = memory[(rows - 1) * each : rows * each]
 
     def rows(self, count: int) -> Tensor:
         """[count, width] on the device, of the stored type or float32: the rows of the step that has begun."""
@@ -77,17 +79,8 @@ class StagedRows:
         nbytes = -(-rows * self._token_bytes // WORD) * WORD
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
 
-    def _fill(self, numbers: Tensor, out: Tensor) -> None:
-        """Bytes of the rows of numbers [T, hashes], by several threads where there are many."""
-        if len(numbers) <= AT_ONCE:
-            token_by_token(self._find_into, numbers, out)
-            return
-        parts = zip(numbers.split(AT_ONCE), out.split(AT_ONCE), strict=True)
-        for _ in self._threads.map(lambda part: token_by_token(self._find_into, *part), parts):
-            pass
-
-    def _find_into(self, numbers: Tensor, out: Tensor) -> None:
+    def _read_rows(self, numbers: Tensor, out: Tensor) -> None:
         if self._stored is None:
-            out.copy_(self._find(numbers).to(torch.bfloat16).view(torch.uint8))
+            out.copy_(self._find(numbers).to(torch.bfloat16).view(torch.uint8).view(-1))
         else:
-            self._stored.read_into(numbers, out)
+            self._stored.read(numbers, out)
