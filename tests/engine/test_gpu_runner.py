@@ -103,7 +103,7 @@ def test_rows_of_guesses_are_sequences_of_one_row() -> None:
     two[0].sequence.slot, two[1].sequence.slot = 3, 9
     two[1].sequence.tokens = two[1].sequence.tokens[:31]
     two[1].sequence.page_table = np.arange(10, 14, dtype=np.int32)
-    arrays = BatchArrays(16, 64, apart=True)
+    arrays = BatchArrays(16, 64, row_per_sequence=True)
     made = arrays.fill(two)
     assert made.input_ids.tolist() == [17, 30, 5, 6, 7] and made.positions.tolist() == [17, 30, 31, 32, 33]
     assert made.seq_lens.tolist() == [18, 31, 32, 33, 34] and made.query_starts.tolist() == [0, 1, 2, 3, 4, 5]
@@ -120,10 +120,10 @@ def test_a_batch_that_is_moved_loses_nothing() -> None:
     """Rows that are no drafts, too: a recurrent state would take drafts for tokens."""
     chunks = [chunk(17, 1), chunk(30, 4)._replace(logits=4, draft_tokens=(5, 6, 7))]
     for each in chunks:
-        each.sequence.folded_len = each.sequence.computed_len
+        each.sequence.state_len = each.sequence.computed_len
         each.sequence.window_table = np.arange(4, 8, dtype=np.int32)
     source = BatchArrays(16, 64, speculative=True, windowed=True).fill(chunks)
-    assert source.sure is not None and source.folded is not None and source.windows is not None
+    assert source.num_verified is not None and source.state_lens is not None and source.windows is not None
     copy = moved(source, torch.device("cpu"))
     for one, other in ((source, copy), (source.windowed, copy.windowed)):
         for field in dataclasses.fields(ForwardBatch):
@@ -182,7 +182,7 @@ def runner_on(device: str) -> GpuRunner:
     runner._graphs = GraphPool()
     runner._device, runner._live, runner._speculative = torch.device(device), None, False
     runner._model, runner._states, runner._usage = cast(Any, SimpleNamespace()), [], None
-    runner._streams, runner._feeder = Streams(torch.device("cpu"), overlap=False), None
+    runner._streams, runner._launcher = Streams(torch.device("cpu"), overlap=False), None
     runner._plan = GraphPlan((SIZE,), PAGES)
     runner._best, runner._end = BestRows(1, torch.device("cpu")), StepEnd(torch.device("cpu"))
     return runner

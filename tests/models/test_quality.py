@@ -24,8 +24,8 @@ from tandem.cli.quality_run import QualityFlags, measure
 from tandem.engine.state.arrays import allocate
 from tandem.errors import CheckpointError, ConfigError
 from tandem.machine.gpus import Gpu
+from tandem.mechanisms.compressed_attention.shape import CompressedAttention
 from tandem.mechanisms.experts.shape import Experts
-from tandem.mechanisms.shared_kv.shape import SharedKv
 from tandem.models import build
 from tandem.models.layers import DecoderLayer
 from tandem.planner.plan import Plan
@@ -75,7 +75,7 @@ def test_streamed_layers_give_the_models_bits(tiny_models, variant: str, dtype: 
                 stream.config.state_layout(dtype, stream.plan.page_size), stream._pages_of(40), slots=2
             ).arrays
             expected = model.forward(batch, states)
-            if dtype == F32 and any(isinstance(mixer, SharedKv) for mixer in stream.config.mixers):
+            if dtype == F32 and any(isinstance(mixer, CompressedAttention) for mixer in stream.config.mixers):
                 # its attention is torch's products, whose sums of float32 are ordered by how many keys lie beside
                 torch.testing.assert_close(got[span], expected, rtol=2.0**-18, atol=2.0**-18)
             else:

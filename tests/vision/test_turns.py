@@ -29,7 +29,7 @@ def sequence(asked: Prompt, computed: int = 0) -> Sequence:
     made = Sequence("a", 0, list(asked.ids), SamplingSettings(), arrival=0, max_len=64, page_size=PAGE, seed=0)
     show([made], asked.images, TOWER)
     made.add_pages(list(range(16)))
-    made.computed_len = made.folded_len = computed
+    made.computed_len = made.state_len = computed
     if made.images is not None:
         for number, each in enumerate(asked.images):
             rows = torch.arange(each.rows)[:, None, None]

@@ -100,7 +100,7 @@ PLAIN_DRAFT_NAMES = DraftNames()
 @dataclass(frozen=True, slots=True)
 class BlockNames:
     """Modules of layers that guess a block of tokens. {stage}: a layer's number among them; {last}: the last one's.
-    earlier, later: of the two matrices that say which token follows which. sure: of how likely a guess is."""
+    earlier, later: of the two matrices that say which token follows which. confidence: of how likely a guess is."""
 
     layer: str = "mtp.{stage}."
     projection: str = "mtp.0.main_proj"
@@ -109,7 +109,7 @@ class BlockNames:
     streams: str = "mtp.{last}.hc_head_"
     earlier: str = "mtp.{last}.markov_head.markov_w1"
     later: str = "mtp.{last}.markov_head.markov_w2"
-    sure: str = "mtp.{last}.confidence_head.proj"
+    confidence: str = "mtp.{last}.confidence_head.proj"
 
     def at(self, stage: int) -> str:
         """Prefix of the modules of layer `stage`."""

@@ -184,7 +184,7 @@ class Engine:
         if not self._scheduler.in_flight:
             return None
         prefill = self._overlap.step_overlap(chunks, partial(self._tried, counts=False), pauses)
-        if not prefill.waits:
+        if not prefill.overlaps:
             prefill()
         return prefill
 
@@ -218,7 +218,7 @@ class Engine:
             seconds, drawing = max(0.0, seconds - max(0.0, delay - drawing)), max(0.0, drawing - delay)
         _tell(self._speculation, outcome.turns, seconds + drawing)
         if has_prefill:
-            self._scheduler.pace.observe(outcome.num_tokens, seconds, step.chunks[0].sure == 1)  # 0: it failed
+            self._scheduler.pace.observe(outcome.num_tokens, seconds, step.chunks[0].num_verified == 1)  # 0: it failed
         else:
             self._scheduler.pace.decoded(seconds, overlapped=prefill is not None or delay > 0)
         self._counters.steps += 1
@@ -227,7 +227,7 @@ class Engine:
 
     def _computed(self, step: Step, prefill: StepOverlap | None) -> StepOutput:
         """The step, and meanwhile a slice of the prefill task where a device computes."""
-        overlaps = prefill is not None and prefill.waits
+        overlaps = prefill is not None and prefill.overlaps
         with self._runner.start(step, overlaps) as running:
             if prefill is not None and overlaps:
                 prefill()

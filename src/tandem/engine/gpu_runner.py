@@ -113,7 +113,7 @@ class GpuRunner:
         )  # fmt: skip
         self._device = handoff.device
         own, paused = regions(graphs.images_from, shape.max_tokens)
-        self._arrays = arrays(apart=True, images_from=own)
+        self._arrays = arrays(row_per_sequence=True, images_from=own)
         self._paused = arrays(pinned=self._device.type == "cuda", images_from=paused)
         self._speculative = False  # whether the last step had rows of guesses that are not settled yet
         self._rows, self._best = HostRows(handoff.device), BestRows(shape.max_tokens, handoff.device)
@@ -122,7 +122,7 @@ class GpuRunner:
         overlaps = self._start is not None and self._start.pausable()
         overlaps = overlaps and not graphs.drafting and not graphs.one_stream
         self._streams = Streams(handoff.device, overlaps, graphs.reserved_sms if graphs.prompts else 0)
-        self._feeder = LaunchThread(partial(_on, self._device)) if overlaps else None
+        self._launcher = LaunchThread(partial(_on, self._device)) if overlaps else None
         self._streams.enter()
         with torch.inference_mode(), nothing_collected():
             self._graphs.capture_decode(graphs, self._decode_capture())
@@ -236,8 +236,8 @@ class GpuRunner:
                 self._end.mark()
                 self._move_experts()
             with _or_else(feeding.close), _or_else(let_end):
-                if overlaps and self._feeder is not None:
-                    feeding.enter_context(self._feeder.opened())  # until the GPU has ended, too
+                if overlaps and self._launcher is not None:
+                    feeding.enter_context(self._launcher.opened())  # until the GPU has ended, too
                 self._handoff.finish()
 
         def finish() -> DeviceLogits:
@@ -329,7 +329,7 @@ class GpuRunner:
                 start.release()
                 raise
         place = GpuPlace(start, self._streams, self._usage, self._rows, reserve_sms)
-        return PrefillTask(pieces, place, self._feeder if gpu_only and isinstance(pieces, LayerPieces) else None)
+        return PrefillTask(pieces, place, self._launcher if gpu_only and isinstance(pieces, LayerPieces) else None)
 
     def _pieces(self, batch: ForwardBatch, model: PausingModel, graph: PromptGraph | None) -> PrefillPieces:
         tallies = None if self._usage is None else self._usage.overlap_tallies(len(batch.input_ids))

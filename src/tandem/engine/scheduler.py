@@ -140,8 +140,8 @@ class Scheduler:
         """The model has run `chunk`: its rows of tokens that the sequence has count. A prompt becomes a cached prefix
         chunk by chunk: all at once would take as long as a step. A finished one wakes the other answers."""
         sequence, done = chunk.sequence, chunk.samples
-        sequence.advance(chunk.sure)
-        sequence.folded_len = sequence.computed_len
+        sequence.advance(chunk.num_verified)
+        sequence.state_len = sequence.computed_len
         self._store.mark(sequence)
         if sequence.answer_len == 0:
             self._store.remember(sequence)

@@ -50,7 +50,6 @@ class Sequence:
         "border_slot",
         "cached_prompt_len",
         "computed_len",
-        "folded_len",
         "images",
         "index",
         "keys",
@@ -71,6 +70,7 @@ class Sequence:
         "slot",
         "slots_taken",
         "started_at",
+        "state_len",
         "status",
         "takes_best",
         "token_counts",
@@ -104,7 +104,7 @@ class Sequence:
         self.keys = self.tokens  # of the prefix cache, one a token
         self.prompt_len = len(prompt_ids)
         self.max_len = max_len
-        self.computed_len = self.folded_len = 0
+        self.computed_len = self.state_len = 0
         self.cached_prompt_len = 0  # prompt tokens that cost nothing at the first admission
         self.status = Status.WAITING
         self.page_size = page_size
@@ -207,7 +207,7 @@ class Sequence:
         """Gives the pages back to the caller, who releases them; what was computed in them is forgotten."""
         pages = self.pages
         self.num_pages = 0
-        self.computed_len = self.folded_len = 0
+        self.computed_len = self.state_len = 0
         if self.images is not None:
             self.images.features.clear()
         return pages
@@ -242,7 +242,7 @@ class Chunk(NamedTuple):
     draft_tokens: tuple[int, ...] = ()
 
     @property
-    def sure(self) -> int:
+    def num_verified(self) -> int:
         """Rows of tokens that the sequence has."""
         return self.length - len(self.draft_tokens)
 
@@ -254,13 +254,13 @@ class Chunk(NamedTuple):
     @property
     def samples(self) -> bool:
         """Whether the step reaches the sequence's last token, so that the next one is chosen."""
-        return self.sure == self.sequence.pending_len
+        return self.num_verified == self.sequence.pending_len
 
     @property
     def tokens(self) -> list[int]:
         """Token ids of its rows, guesses last."""
         first = self.sequence.computed_len
-        return [*self.sequence.tokens[first : first + self.sure], *self.draft_tokens]
+        return [*self.sequence.tokens[first : first + self.num_verified], *self.draft_tokens]
 
 
 def masks_of(sequences: Rows[Sequence]) -> RowMasks:

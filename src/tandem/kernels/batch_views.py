@@ -65,7 +65,7 @@ class BatchViews:
 
 def checked(batch: KernelBatch, num_pages: int, page_size: int) -> _core.BatchView:
     """Raises KernelError when an index points outside the cache."""
-    draft_fields = {} if batch.folded is None else {"folded": batch.folded, "sure": batch.sure}
+    draft_fields = {"folded": batch.state_lens, "sure": batch.num_verified}
     return _core.BatchView(
         positions=batch.positions if batch.turns is None else batch.turns,  # the core only turns rows by them
         cache_slots=batch.cache_slots,
@@ -75,5 +75,5 @@ def checked(batch: KernelBatch, num_pages: int, page_size: int) -> _core.BatchVi
         page_size=page_size,
         num_pages=num_pages,
         slots=batch.slots,
-        **draft_fields,
+        **({} if batch.state_lens is None else draft_fields),
     )

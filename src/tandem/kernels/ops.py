@@ -219,7 +219,7 @@ class Addend(NamedTuple):
 class Ops(Protocol):
     """The operations a model is written in. Shapes: T rows, H = heads, G = kv_heads, D = head_dim."""
 
-    joins_late: bool  # a norm adds what is beside its rows in the same kernel
+    fuse_shared_add: bool  # a norm adds what is beside its rows in the same kernel
     group: Group | None  # of ranks that share the model; None: this one has all of it
 
     def resident(self, tensor: Tensor) -> Tensor:

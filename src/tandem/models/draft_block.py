@@ -102,9 +102,9 @@ class _TokenPairs:
         vocab, self._dtype = b.config.vocab, b.dtype
         self._earlier = b.lookup(f"{at.earlier}.weight", vocab, rank)
         self._later = b.linear([at.later], [vocab], rank)
-        self._sure: Tensor | None = None
-        if b.checkpoint.has_matrix(at.sure):
-            self._sure = b.float_tensor(f"{at.sure}.weight", 1, b.config.hidden + rank)[0]
+        self._confidence_head: Tensor | None = None
+        if b.checkpoint.has_matrix(at.confidence):
+            self._confidence_head = b.float_tensor(f"{at.confidence}.weight", 1, b.config.hidden + rank)[0]
 
     def __call__(self, before: Tensor, logits: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """before [R]; logits float32 [R, n, vocab], of the block alone; x [R, n, hidden]: before the last norm."""
@@ -117,6 +117,6 @@ class _TokenPairs:
 
     def _chance(self, x: Tensor, earlier: Tensor) -> Tensor:
         """That a guess comes, [R]; 1 where the checkpoint does not say."""
-        if self._sure is None:
+        if self._confidence_head is None:
             return x.new_ones(len(x), dtype=torch.float32)
-        return torch.mv(torch.cat((x, earlier), 1).float(), self._sure).sigmoid()
+        return torch.mv(torch.cat((x, earlier), 1).float(), self._confidence_head).sigmoid()

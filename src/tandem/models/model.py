@@ -136,7 +136,7 @@ class Model:
             first_state = last_state
         if p.batch.seen is not None and index + 1 < p.batch.seen.features.shape[1]:
             settle(p)
-            assert p.beside is None, "a layer whose result is not whole yet"
+            assert p.addend is None, "a layer whose result is not whole yet"
             p.residual.index_add_(0, p.batch.seen.rows, p.batch.seen.features[:, index + 1].to(self.dtype))
 
     def end(self, p: ForwardState) -> Tensor:
@@ -204,7 +204,7 @@ def _join_late(ops: Ops, layers: list[DecoderLayer], ending: Residual) -> None:
     following = [*(block.residual for block in blocks[1:]), ending]
     for block, after in zip(blocks, following, strict=True):
         if isinstance(block.operator, Routed) and block.post is None and isinstance(after, OneStream):
-            block.operator.joins_late = ops.joins_late and after.scale is None
+            block.operator.fuse_shared_add = ops.fuse_shared_add and after.scale is None
 
 
 def _spans(layers: list[DecoderLayer]) -> list[tuple[int, int]]:

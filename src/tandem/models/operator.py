@@ -36,7 +36,7 @@ class Routed(ABC):
     """An operator whose experts a router chooses."""
 
     first: AfterNorm | None  # what x is multiplied with first, if its norm may be a part of that
-    joins_late: bool  # whoever takes the result adds the shared expert's, which is left in the pass
+    fuse_shared_add: bool  # whoever takes the result adds the shared expert's, which is left in the pass
     experts: RoutedExperts
     sums_itself = False  # results are whole where ranks share the block; else they are summands
 

@@ -51,7 +51,7 @@ class OneStream:
             p.residual.mul_(self.scale)
         if p.pending is None:
             return self.ops.rms_norm(p.residual, norm, eps)
-        addend, p.beside = p.beside, None
+        addend, p.addend = p.addend, None
         if first is not None:
             normed = first.after_norm(Sum(p.pending, p.residual, norm, eps, addend))
             if normed is not None:

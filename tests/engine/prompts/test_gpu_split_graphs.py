@@ -47,7 +47,7 @@ def shared(path: object, on_gpu: float, travelling: float, parts: int = 0) -> tu
         each.stream, each.index = stream, index
     runner = session.runner
     runner._start = runner._begin_step = begin_step(session.side, stream)
-    runner._plan = replace(runner._plan, alone=False, splits=(ROWS,))
+    runner._plan = replace(runner._plan, no_decodes=False, splits=(ROWS,))
     with torch.inference_mode():
         runner._capture_prompts()
     assert ROWS in runner._splits._graphs

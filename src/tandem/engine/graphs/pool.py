@@ -47,9 +47,9 @@ class GraphPool:
 
     def capture_prefill(self, plan: GraphPlan, capture: PrefillCapture) -> None:
         """Some kinds have none where that is not possible: the log says why."""
-        self._prefill_replays, self._capture = plan.alone, capture
+        self._prefill_replays, self._capture = plan.no_decodes, capture
         self.background = capture.of(plan.prompts, reserve_sms=True)
-        own = plan.reserved_sms > 0 and plan.alone
+        own = plan.reserved_sms > 0 and plan.no_decodes
         self.prefill = capture.of(plan.prompts) if own else self.background
         self.shared = capture.of(capture.shared_sizes(plan.splits), sibling=self.prefill)
 
@@ -66,7 +66,7 @@ class GraphPool:
         rows = step.seq_lens.shape[0]
         if step.input_ids.shape[0] != rows or step.logits_rows.shape[0] != rows:
             return None
-        plain = self.plain if step.folded is None else {}
+        plain = self.plain if step.state_lens is None else {}
         sizes = [size for graphs in (plain, self.decode) for size in graphs if size >= rows]
         return None if not sizes else plain.get(sizes[0], self.decode[sizes[0]])
 

@@ -56,7 +56,7 @@ class StepLists:
         return SentRows(
             number, sequence.computed_len, chunk.tokens, chunk.logits, sequence.slot, held,
             _changed(pages[:held], sequence.page_table[:held]), _changed(windows[:held], sequence.window_table[:held]),
-            len(chunk.draft_tokens), sequence.folded_len,
+            len(chunk.draft_tokens), sequence.state_len,
         )  # fmt: skip
 
 
@@ -75,7 +75,7 @@ class Mirrored:
     def __init__(self, places: int) -> None:
         self.page_table = np.zeros(places, dtype=np.int32)
         self.window_table = np.zeros(places, dtype=np.int32)
-        self.num_pages = self.computed_len = self.folded_len = self.slot = 0
+        self.num_pages = self.computed_len = self.state_len = self.slot = 0
 
 
 class MirroredChunk(NamedTuple):
@@ -91,7 +91,7 @@ class MirroredChunk(NamedTuple):
         return len(self.tokens)
 
     @property
-    def sure(self) -> int:
+    def num_verified(self) -> int:
         return len(self.tokens) - len(self.draft_tokens)
 
 
@@ -116,7 +116,7 @@ class Mirror:
         known = self._sequences.get(rows.sequence)
         if known is None:
             known = self._sequences[rows.sequence] = Mirrored(self._longest)
-        known.computed_len, known.folded_len, known.slot = rows.first, rows.folded, rows.slot
+        known.computed_len, known.state_len, known.slot = rows.first, rows.state_len, rows.slot
         for place, page in rows.pages:
             known.page_table[place] = page
         for place, page in rows.windows:

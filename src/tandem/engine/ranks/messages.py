@@ -24,7 +24,7 @@ class SentRows(msgspec.Struct, frozen=True, array_like=True):
     pages.
 
     pages, windows: places of its tables that differ from what was said of it before. draft_tokens: so many last tokens
-    are drafts. folded: tokens that its slot's folds hold.
+    are drafts. state_len: tokens that its slot's folds hold.
     """
 
     sequence: int
@@ -36,7 +36,7 @@ class SentRows(msgspec.Struct, frozen=True, array_like=True):
     pages: list[Place]
     windows: list[Place]
     draft_tokens: int
-    folded: int
+    state_len: int
 
 
 class StepList(msgspec.Struct, frozen=True, array_like=True):

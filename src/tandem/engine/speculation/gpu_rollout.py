@@ -44,7 +44,7 @@ class GpuDrafts:
         """A pass of a batch on the device."""
         return self.model.draft(hidden, batch, self.states)
 
-    def alone(self) -> Pass:
+    def single_pass(self) -> Pass:
         """Pass of a batch in host memory. Its experts are those of few rows, so none of them travels."""
 
         def run(hidden: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
@@ -62,12 +62,12 @@ class BlockRollout:
         self.inputs, pinned = RolloutInputs(shape, device), device.type == "cuda"
         sizes = shape.draft_tokens, shape.sequences
         self.found = torch.zeros(sizes, dtype=torch.int64, pin_memory=pinned)
-        self.sure = torch.zeros(sizes, pin_memory=pinned)
+        self.confidences = torch.zeros(sizes, pin_memory=pinned)
         self.next: Callable[[], None] | None = None
 
     def first(self) -> None:
         self.inputs.send()
-        for source, to in zip(self._drafts.run(None, self.inputs.first()), (self.found, self.sure), strict=True):
+        for source, to in zip(self._drafts.run(None, self.inputs.first()), (self.found, self.confidences), strict=True):
             to.copy_(source[:, : len(to)].T.contiguous(), non_blocking=True)
 
 
@@ -83,7 +83,7 @@ class Rollout:
         self._hidden: Tensor | None = None
         pinned = device.type == "cuda"
         self.found = torch.zeros(self._found.shape, dtype=torch.int64, pin_memory=pinned)  # [guesses, sequences]
-        self.sure: Tensor | None = None
+        self.confidences: Tensor | None = None
 
     def first(self) -> None:
         """From the inputs, which it fetches."""
@@ -132,12 +132,12 @@ class GpuRollouts:
     def __init__(self, drafts: GpuDrafts, shapes: Rows[RolloutShape], page_size: int) -> None:
         """shapes: to record, by their sequences, ascending."""
         self._drafts, self._handoff = drafts, drafts.handoff
-        draft_pass, most = drafts.alone(), drafts.at_once
-        self._alone: Rollouts = (
+        draft_pass, most = drafts.single_pass(), drafts.at_once
+        self._unrecorded: Rollouts = (
             BlockRollouts(draft_pass, page_size, most) if most else StepwiseRollouts(draft_pass, page_size)
         )
         self._end, self.unusual = StepEnd(self._handoff.device), False
-        self.sure: Rows[Rows[float]] = ()
+        self.confidences: Rows[Rows[float]] = ()
         self._recorded: list[tuple[Rollout | BlockRollout, _RecordedRollout, _RecordedRollout]] = []
         try:
             self._record(shapes)
@@ -161,8 +161,8 @@ class GpuRollouts:
                 if 0 < count <= recorded[0].inputs.shape.sequences:
                     return self._replayed(recorded, self._last_rows(runs, recorded[0].inputs.shape.rows), widths)
             self.unusual = bool(self._recorded)
-            draft_tokens = self._alone.chains(runs, widths)
-        self.sure = self._alone.sure
+            draft_tokens = self._unrecorded.chains(runs, widths)
+        self.confidences = self._unrecorded.confidences
         self._handoff.check()
         return draft_tokens
 
@@ -171,7 +171,7 @@ class GpuRollouts:
         before, last = parted(runs, most)
         self.unusual = bool(before)
         if before:
-            self._alone.chains(before, [])
+            self._unrecorded.chains(before, [])
         return last
 
     def _replayed(
@@ -186,7 +186,8 @@ class GpuRollouts:
         self._end.mark()
         self._end.wait()
         self._handoff.check()
-        draft_tokens, self.sure = chain.found.T.tolist(), () if chain.sure is None else chain.sure.T.tolist()
+        draft_tokens = chain.found.T.tolist()
+        self.confidences = () if chain.confidences is None else chain.confidences.T.tolist()
         return [tokens[:width] for tokens, width in zip(draft_tokens, widths, strict=False)]
 
     def _replay(self, passes: Rows[_RecordedRollout]) -> None:

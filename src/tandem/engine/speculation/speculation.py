@@ -75,7 +75,7 @@ class Speculation:
         self._times = StepTimes()
         self._governor: DraftLengths = DraftLengthController(self._times) if governed else FixedDraftLength()
         self._drawing = drafter if isinstance(drafter, BatchDrafter) else None
-        self._saying = (
+        self._confidence_drafter = (
             drafter if isinstance(drafter, ConfidenceDrafter) else None
         )  # asked once: that takes longer than most calls
         self._shadows, self._clock, self._unusual = DryRunDrafts(), clock, 0
@@ -151,7 +151,7 @@ class Speculation:
         self._unusual = self._unusual + 1 if drawing.unusual else 0
         self._asked.usual = not shadow and not 0 < self._unusual <= MOST_UNUSUAL
         drawn = {
-            s: d._replace(tokens=tokens[s], sure=self._chances(s))
+            s: d._replace(tokens=tokens[s], confidences=self._confidences(s))
             for s, d, _ in each if d is not None and tokens.get(s)
         }  # fmt: skip
         if shadow:
@@ -159,8 +159,8 @@ class Speculation:
             return [None] * len(each)
         return [drawn.get(sequence) for sequence in sequences]
 
-    def _chances(self, sequence: Sequence) -> tuple[float, ...]:
-        return () if self._saying is None else self._saying.sure(sequence)
+    def _confidences(self, sequence: Sequence) -> tuple[float, ...]:
+        return () if self._confidence_drafter is None else self._confidence_drafter.confidences(sequence)
 
     def _draw(self, drawing: BatchDrafter, draws: Rows[tuple[Sequence, int]]) -> Rows[tuple[int, ...]]:
         """If it fails, answers go on without guesses, for a while."""

@@ -218,7 +218,7 @@ class StepStart:
         self, ops: GpuOps, stream: ExpertStream | None, without_cpu: bool, live: Held | None = None
     ) -> None:
         """without_cpu: no expert is in CPU memory; live: moves experts between steps."""
-        self._ops, self._stream, self._alone, self._held = ops, stream, without_cpu, False
+        self._ops, self._stream, self._without_cpu, self._held = ops, stream, without_cpu, False
         self._live = live
 
     def __call__(self, batch: ForwardBatch, captured: bool) -> None:
@@ -249,11 +249,11 @@ class StepStart:
         if self._live is not None:
             self._live.hold()
         self._ops.find_rows(batch, False)
-        self._ops.begin_step(batch, False, beside=True)
+        self._ops.begin_step(batch, False, overlapped=True)
         if self._stream is not None:
             self._stream.begin(len(batch.input_ids), layers=Layers.SPLIT if split else Layers.WHOLE)
         self._held = True
-        return self._alone or (self._stream is not None and bool(self._stream.counts))
+        return self._without_cpu or (self._stream is not None and bool(self._stream.counts))
 
     def release(self) -> None:
         self._held = False

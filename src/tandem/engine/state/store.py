@@ -110,7 +110,7 @@ class StateStore:
         if slots is None or length % self.pages.page_size:
             return
         if length == sequence.total_len:
-            slots.copy(sequence.slot, sequence.border_slot, sequence.folded_len)
+            slots.copy(sequence.slot, sequence.border_slot, sequence.state_len)
             sequence.border_len = length
         elif length in (self._last_border(sequence), sequence.matched_len) or length % self._every == 0:
             self._keep(slots, sequence, length)
@@ -121,7 +121,7 @@ class StateStore:
         page = sequence.pages[length // self.pages.page_size - 1]
         if not slots.has(page) and slots.available:
             slot = slots.take()
-            slots.copy(sequence.slot, slot, sequence.folded_len)
+            slots.copy(sequence.slot, slot, sequence.state_len)
             slots.keep(page, slot)
 
     def remember(self, sequence: Sequence) -> None:
@@ -189,7 +189,7 @@ class StateStore:
         if self.pages.prefix_cache:
             sequence.border_slot = self.slots.take()
         if cached:
-            sequence.folded_len = self.slots.restore(cached[-1], sequence.slot)
+            sequence.state_len = self.slots.restore(cached[-1], sequence.slot)
 
     def _give_slots(self, sequence: Sequence, keep: bool) -> None:
         if self.slots is None:

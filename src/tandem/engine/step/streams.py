@@ -209,7 +209,7 @@ class LaunchThread:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Pieces are given meanwhile, by the feeder's thread. One may still be under way at the end. Within itself
+        """Pieces are given meanwhile, by the launch thread. One may still be under way at the end. Within itself
         nothing changes."""
         before = self._open.is_set()
         self._open.set()

@@ -52,7 +52,7 @@ class MoEBlock(Routed):
             self.bias = b.float_tensor(layer + names.router_bias, self.router.num_experts)
         self.experts = routed_experts(b, index, shape, names, self.fused)
         self.shared: MLP | None = None
-        self.joins_late = False  # whoever takes the result adds the shared expert's, which is left in the pass
+        self.fuse_shared_add = False  # whoever takes the result adds the shared expert's, which is left in the pass
         if shape.shared is not None and not self.fused:
             self.shared = dense_mlp(b, layer + names.shared, shape.shared)
         # What x is multiplied with first, if its norm may be a part of that. Here, as protocols take long to look up.
@@ -78,8 +78,8 @@ class MoEBlock(Routed):
         routed = self._wait(ticket)
         if shared is None:
             return routed
-        if self.joins_late:
-            p.beside = Addend(shared, gate)
+        if self.fuse_shared_add:
+            p.addend = Addend(shared, gate)
             return routed
         return self.ops.gated(shared, gate, routed)
 
@@ -193,9 +193,9 @@ class LatentExperts(MoEBlock):
 def operator(b: Builder, index: int, names: Names, shape: Moe) -> MoEBlock:
     if shape.experts.latent:
         return LatentExperts(b, index, shape, names)
-    if shape.beside is None:
+    if shape.parallel_dense is None:
         return MoEBlock(b, index, shape, names)
-    return ExpertsBeside(b, index, shape, shape.beside, names)
+    return ExpertsBeside(b, index, shape, shape.parallel_dense, names)
 
 
 def _router_gate(b: Builder, shape: Moe, layer: str, names: Names) -> Linear:

@@ -14,11 +14,11 @@ from torch import Tensor
 from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.gpu.shared_memory import shared_bytes
 from tandem.kernels.step_rows import StepRows
+from tandem.mechanisms.compressed_attention.gpu.append import turned
+from tandem.mechanisms.compressed_attention.gpu.attend import EntriesSeen
+from tandem.mechanisms.compressed_attention.shape import CompressedAttention
+from tandem.mechanisms.compressed_attention.weights import CompressedWeights
 from tandem.mechanisms.latent.gpu.per_head import precision
-from tandem.mechanisms.shared_kv.gpu.attend import EntriesSeen
-from tandem.mechanisms.shared_kv.gpu.enter import turned
-from tandem.mechanisms.shared_kv.shape import SharedKv
-from tandem.mechanisms.shared_kv.weights import SharedKvWeights
 
 STAGES = 2  # blocks of keys on their way
 WIDE_HEADS, WIDE_KEYS = 64, 32  # of a program, and keys at a time
@@ -43,7 +43,7 @@ def _turn_rows(x, positions, cos, sin, HEADS: tl.constexpr, DIM: tl.constexpr, P
     tl.store(at + 1, b.to(x.dtype.element_ty), inside)
 
 
-def turn_rows(x: Tensor, rows: StepRows, weights: SharedKvWeights, back: bool = False) -> Tensor:
+def turn_rows(x: Tensor, rows: StepRows, weights: CompressedWeights, back: bool = False) -> Tensor:
     """x [T, n, D], contiguous, whose last channels turn in place, in float32."""
     count, heads, dim = x.shape
     pairs, block = weights.cos.shape[1], min(TURNED_HEADS, triton.next_power_of_2(heads))
@@ -109,7 +109,7 @@ def _attend_rows(q, new, ring, entries, chosen, tables, positions, sequences, sl
 
 
 def attend_rows(
-    q: Tensor, new: Tensor, rows: StepRows, shape: SharedKv, weights: SharedKvWeights, ring: Tensor,
+    q: Tensor, new: Tensor, rows: StepRows, shape: CompressedAttention, weights: CompressedWeights, ring: Tensor,
     seen: EntriesSeen | None,
 ) -> Tensor:  # fmt: skip
     """q [T, H * D] and new [T, D], turned; the ring is as it was before these rows -> [T, H, D], not turned back."""

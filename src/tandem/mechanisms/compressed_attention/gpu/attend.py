@@ -15,10 +15,10 @@ from torch import Tensor
 from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.gpu.shared_memory import shared_bytes
 from tandem.kernels.step_rows import StepRows
+from tandem.mechanisms.compressed_attention.gpu.append import turned
+from tandem.mechanisms.compressed_attention.shape import CompressedAttention
+from tandem.mechanisms.compressed_attention.weights import CompressedWeights
 from tandem.mechanisms.latent.gpu.per_head import precision
-from tandem.mechanisms.shared_kv.gpu.enter import turned
-from tandem.mechanisms.shared_kv.shape import SharedKv
-from tandem.mechanisms.shared_kv.weights import SharedKvWeights
 
 HEADS = 16  # of a program: the fewest that tensor cores take
 KEYS, FEW_KEYS = 32, 16  # at a time; and where there is little shared memory, as on a GeForce
@@ -112,7 +112,8 @@ def _merge(sums, tops, totals, sinks, cos, sin, positions, out, parts, HEADS: tl
 
 
 def attend(
-    q: Tensor, rows: StepRows, shape: SharedKv, weights: SharedKvWeights, ring: Tensor, seen: EntriesSeen | None
+    q: Tensor, rows: StepRows, shape: CompressedAttention, weights: CompressedWeights, ring: Tensor,
+    seen: EntriesSeen | None,
 ) -> Tensor:
     """q [T, H * D], turned, over the rings and entries -> [T, H * D], turned back."""
     count, heads, dim = len(q), shape.heads, shape.dim
