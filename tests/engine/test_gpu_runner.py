@@ -172,8 +172,8 @@ def test_experts_move_after_wrong_guesses_are_no_longer_counted() -> None:
         runner._speculative = speculative
         runner._done(torch.zeros(4, VOCAB), torch.zeros(4, 2))
         calls.append(("done", 4))
-        runner.settled(tokens)
-        runner.settled(tokens)
+        runner.commit(tokens)
+        runner.commit(tokens)
     assert calls == [("moved", 0), ("done", 4), ("done", 4), ("moved", 0)]
 
 
@@ -438,7 +438,7 @@ def test_the_log_says_once_why_prompts_are_no_graphs(caplog, why: str) -> None:
     runner = runner_on("cpu")
     runner._plan = GraphPlan((SIZE,), PAGES, prompts=(16, 32))
     runner._start = cast(Any, SimpleNamespace(
-        replayable=lambda split: why != "take turns", hold=lambda batch, split: False, release=lambda: None,
+        replayable=lambda split: why != "take turns", begin_task=lambda batch, split: False, end_task=lambda: None,
     ))  # fmt: skip
     runner._streams = cast(Any, SimpleNamespace(steps=object(), finish=lambda: None))
     pausing = SimpleNamespace(depth=1, begin=print, layer=print, logits=print)

@@ -200,7 +200,7 @@ class PlayedMailbox(module.Mailbox):
         self._words[0] = self._number
         self.posted.append(layer)
 
-    def hint(self, layer: int, routing: Routing) -> None:
+    def prefetch(self, layer: int, routing: Routing) -> None:
         data = routing.ids.T.contiguous().flatten().view(torch.uint8)
         self._memory[self._at[4] :][: len(data)] = data
         self._words[129], self._words[130] = layer, routing.ids.numel()

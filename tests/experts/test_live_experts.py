@@ -122,7 +122,7 @@ def test_a_pass_finds_what_it_began_with_and_what_was_under_way_goes_on_after_it
         experts.beside_step()
         done = sum(piece(works[0]) for _ in range(pieces))
         assert experts.settling
-        experts.hold()
+        experts.pause()
         works.clear()
         before, swaps = placement_of(layers), usage.swaps
         for _ in range(20):  # steps go on, are counted and decided about
@@ -132,7 +132,7 @@ def test_a_pass_finds_what_it_began_with_and_what_was_under_way_goes_on_after_it
             assert placement_of(layers) == before and usage.swaps == swaps
         for layer in layers:
             layer.check(under_way=True)
-        experts.release()
+        experts.resume()
         for _ in range(40):
             usage.counts[:, [4, 5, 6]] += 3
             experts.beside_step()
@@ -182,7 +182,7 @@ def test_holds_at_any_time_lose_no_expert(steps: list[tuple[int, int, float, int
             [piece(work) for _ in range(pieces)]
         works.clear()
         if turn == 0 and held is None:
-            experts.hold()
+            experts.pause()
             held = placement_of(layers)
         experts.after_step()
         if held is not None:
@@ -191,9 +191,9 @@ def test_holds_at_any_time_lose_no_expert(steps: list[tuple[int, int, float, int
             layer.check(under_way=True)
         copies.arrive(arrive)
         if turn == 1 and held is not None:
-            experts.release()
+            experts.resume()
             held = None
-    experts.release()
+    experts.resume()
     copies.prompt = True
     experts.finish()
     for layer in layers:

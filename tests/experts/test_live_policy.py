@@ -27,7 +27,7 @@ from tandem.experts.live.cost import StepCost
 from tandem.experts.live.policy import FAST, HOME, LivePolicy, PolicySettings
 from tandem.experts.live.virtual import COME, LEAVE, STAY, Exchange, Floats, Habits, VirtualPlacement
 from tandem.experts.placement import ExpertPlacement, place
-from tandem.experts.residency import Residency, Tier
+from tandem.experts.residency import Location, Residency
 
 LAYERS, EXPERTS, TOP_K, TOKENS = 12, 512, 10, 1000
 COST = StepCost(
@@ -292,7 +292,7 @@ def test_an_expert_in_its_file_never_comes() -> None:
     (exchange,) = sees(e6=3)
     assert exchange == Exchange(layer=0, slot=1, leaving=1, coming=6)
     p.done(exchange)
-    assert [places.tier(0, e) for e in (1, 5, 6)] == [Tier.CPU, Tier.FILE, Tier.GPU]
+    assert [places.location(0, e) for e in (1, 5, 6)] == [Location.CPU, Location.FILE, Location.GPU]
 
 
 def test_a_dropped_exchange_leaves_everything_and_may_come_again() -> None:

@@ -15,7 +15,7 @@ from tandem import _core
 from tandem.engine import expert_statistics
 from tandem.engine.expert_statistics import ExpertMeter
 from tandem.errors import KernelError
-from tandem.experts.handoff_counts import HandoffTimes, HintCounts
+from tandem.experts.handoff_counts import HandoffTimes, PrefetchCounts
 from tandem.experts.live.live_experts import LiveTimes
 from tandem.experts.usage import expert_usage as usage_module
 from tandem.experts.usage.expert_usage import Copy, ExpertUsage
@@ -274,8 +274,8 @@ class FakeHandoff:
     def times(self) -> HandoffTimes:
         return HandoffTimes(7, 0.5, 0.25)
 
-    def hints(self) -> HintCounts:
-        return HintCounts(5, 4, 300)
+    def hints(self) -> PrefetchCounts:
+        return PrefetchCounts(5, 4, 300)
 
 
 def test_counts_on_a_gpu_are_read_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:

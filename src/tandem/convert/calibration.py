@@ -56,10 +56,10 @@ class RecordingExperts:
     def sure_read(self, experts: int) -> SureRead:
         return self._experts.sure_read(experts)
 
-    def takes_hints(self, rows: int) -> bool:
+    def takes_predictions(self, rows: int) -> bool:
         return False
 
-    def hint(self, routing: Routing) -> None: ...
+    def prefetch(self, routing: Routing) -> None: ...
 
     def submit(self, x: Tensor, routing: Routing) -> Any:
         self.asked.append((x.clone(), Routing(routing.ids.clone(), routing.weights.clone())))

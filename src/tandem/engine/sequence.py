@@ -46,8 +46,8 @@ class Sequence:
     __slots__ = (
         "arrival",
         "arrived_at",
-        "border_len",
-        "border_slot",
+        "boundary_len",
+        "boundary_slot",
         "cached_prompt_len",
         "computed_len",
         "images",
@@ -114,8 +114,8 @@ class Sequence:
         self.window_first = self.window_end = 0  # numbers first … end - 1 of them are held
         self.slot = 0  # of what is kept of it beside pages; 0: none
         self.slots_taken = 0  # how many it has had: one after each preemption
-        self.border_slot = 0  # a copy of that as it was after border_len tokens
-        self.border_len = 0
+        self.boundary_slot = 0  # a copy of that as it was after boundary_len tokens
+        self.boundary_len = 0
         self.matched_len = (
             0  # tokens whose pages were known at the last admission, with or without a slot's copy
         )

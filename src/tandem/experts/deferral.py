@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tandem.experts.cpu_experts import RoutedExperts
 from tandem.experts.feed import LayerFeed
-from tandem.experts.residency import Tier, on_tier
+from tandem.experts.residency import Location, on_location
 from tandem.kernels.ops import ExpertBiases, Routing, SureRead
 from tandem.kernels.packed.cache import KeptLayer
 
@@ -41,7 +41,7 @@ class Deferral(NamedTuple):
         order = torch.sort(weights, dim=-1, descending=True, stable=True).indices
         mask = torch.zeros_like(routing.ids, dtype=torch.bool)
         mask.scatter_(1, order[:, self.kept :], True)
-        return mask if routing.slots is None else mask & on_tier(Tier.CPU, routing.slots)
+        return mask if routing.slots is None else mask & on_location(Location.CPU, routing.slots)
 
 
 def who_defers(on_cpu: Sequence[bool]) -> list[bool]:
@@ -93,11 +93,11 @@ class DeferredExperts:
         """As the inner ones'."""
         return self._inner.sure_read(experts)
 
-    def takes_hints(self, rows: int) -> bool:
+    def takes_predictions(self, rows: int) -> bool:
         """Nobody waits between these layers."""
         return False
 
-    def hint(self, routing: Routing) -> None: ...
+    def prefetch(self, routing: Routing) -> None: ...
 
     def submit(self, x: Tensor, routing: Routing) -> DeferredTicket:
         """x [T, hidden], routing [T, k]."""

@@ -32,7 +32,7 @@ class HandoffTimes(NamedTuple):
         )
 
 
-class HintCounts(NamedTuple):
+class PrefetchCounts(NamedTuple):
     """Experts in CPU memory that were foreseen, each once per post; of those, that the post asked for; bytes of
     foreseen experts that were fetched before they were computed."""
 

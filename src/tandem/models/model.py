@@ -20,7 +20,7 @@ from tandem.models.layers import DecoderLayer, decoder_layer
 from tandem.models.linear import GatheredLinear, sure_reads
 from tandem.models.operator import Routed
 from tandem.models.passing import ForwardState, States
-from tandem.models.residual import OneStream, Residual, end_of, norm_channels, settle, widened
+from tandem.models.residual import OneStream, Residual, add_pending, end_of, norm_channels, widened
 from tandem.models.vision.tower import tower_of
 from tandem.spec.model_config import ModelConfig, head_rows
 
@@ -135,7 +135,7 @@ class Model:
             p.pending = block.leave(self._operators[i](x, p, own))
             first_state = last_state
         if p.batch.seen is not None and index + 1 < p.batch.seen.features.shape[1]:
-            settle(p)
+            add_pending(p)
             assert p.addend is None, "a layer whose result is not whole yet"
             p.residual.index_add_(0, p.batch.seen.rows, p.batch.seen.features[:, index + 1].to(self.dtype))
 

@@ -51,7 +51,7 @@ class Routed(ABC):
         """As an `Operator`'s. host_work: called while others compute."""
 
     @abstractmethod
-    def foresee(self, x: Tensor, p: ForwardState) -> None:
+    def predict_experts(self, x: Tensor, p: ForwardState) -> None:
         """x: about what the next call will be given. Tells the experts who would be chosen; nobody is counted."""
 
 

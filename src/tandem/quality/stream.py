@@ -31,7 +31,7 @@ from tandem.models.layers import DecoderLayer, decoder_layer
 from tandem.models.model import embedding_of, final_norm_of, head_of, names_of
 from tandem.models.names import expert_biases
 from tandem.models.passing import Arrays, ForwardState
-from tandem.models.residual import Residual, end_of, settle, widened
+from tandem.models.residual import Residual, add_pending, end_of, widened
 from tandem.planner.choices.cached import cached_as
 from tandem.planner.choices.deferral import NEVER_LATE
 from tandem.planner.memory import gib
@@ -217,7 +217,7 @@ class LayerStream:
         for block in layer.blocks:
             states = [self._states[each] for each in block.states]
             p.pending = block.leave(block.operator(block.enter(p), p, states))
-        settle(p)
+        add_pending(p)
 
     def _embedded(self) -> Tensor:
         largest = int(self.windows.tokens.max())

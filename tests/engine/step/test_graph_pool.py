@@ -11,7 +11,7 @@ import torch
 from tandem.engine.graphs.decode_graphs import DecodeCapture
 from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
 from tandem.engine.graphs.pool import GraphPool
-from tandem.engine.graphs.prefill_graphs import PrefillCapture, PromptGraphs
+from tandem.engine.graphs.prefill_graphs import PrefillCapture, PrefillGraphs
 from tandem.models import ForwardBatch
 
 CPU, PAGES = torch.device("cpu"), 3
@@ -43,9 +43,9 @@ class PrefillCaptures:
         self._own = PrefillCapture(cast(Any, None), [], PAGES, start, cast(Any, None), CPU, None)
         self.shared_sizes, self.shares = self._own.shared_sizes, self._own.shares
 
-    def of(self, sizes: Any, sibling: PromptGraphs | None = None, reserve_sms: bool = False) -> PromptGraphs:
+    def of(self, sizes: Any, sibling: PrefillGraphs | None = None, reserve_sms: bool = False) -> PrefillGraphs:
         self.order.append((tuple(sizes), sibling, reserve_sms))
-        return PromptGraphs(None, sibling)
+        return PrefillGraphs(None, sibling)
 
 
 def pool_of(plan: GraphPlan) -> tuple[GraphPool, Captures]:

@@ -68,7 +68,8 @@ if HAS_TRITON and not INTERPRETED:
     from triton.runtime.jit import JITFunction, create_function_from_signature
 
     from tandem.kernels import which
-    from tandem.kernels.gpu import attention_decode, attention_prefill, best, overlap
+    from tandem.kernels.gpu import attention_decode, attention_prefill, best
+    from tandem.kernels.gpu import dependent_launch as overlap
     from tandem.kernels.gpu.linear import GpuLinear
     from tandem.kernels.gpu.ops import GpuOps
     from tandem.kernels.gpu.pinned import read_rows

@@ -27,7 +27,7 @@ from tandem.experts.live.copies import CudaCopies
 from tandem.experts.live.exchange import LiveLayer
 from tandem.experts.live.live_experts import LiveExperts
 from tandem.experts.placement import ExpertPlacement, place
-from tandem.experts.residency import Tier, on_tier
+from tandem.experts.residency import Location, on_location
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.machine.machine import Machine
 from tandem.planner.memory import DEFAULT_FRACTION
@@ -91,7 +91,7 @@ class Sides:
     def show(self, slots: Tensor, exclusive: bool) -> None:
         """slots int [layers, experts], -1: in CPU memory. exclusive: those on the GPU have no place in CPU memory, so
         that they may change places."""
-        in_memory = on_tier(Tier.CPU, slots) if exclusive else torch.ones_like(self._in_memory)
+        in_memory = on_location(Location.CPU, slots) if exclusive else torch.ones_like(self._in_memory)
         for index, layer in enumerate(self._layers):
             gpu: Any = layer.gpu  # GpuExperts
             gpu.slot_of[: self._experts] = slots[index]
@@ -106,7 +106,7 @@ class Sides:
     def shown(self) -> Tensor:
         """Where they are now, after exchanges."""
         slots = torch.stack([layer.gpu.slot_of[: self._experts] for layer in self._layers])
-        self._in_memory = on_tier(Tier.CPU, slots)
+        self._in_memory = on_location(Location.CPU, slots)
         return slots
 
 
@@ -124,10 +124,10 @@ class Switched:
         return self.live.settling
 
     def hold(self) -> None:
-        self.live.hold()
+        self.live.pause()
 
     def release(self) -> None:
-        self.live.release()
+        self.live.resume()
 
     def beside_step(self) -> None:
         if self.on:

@@ -11,7 +11,7 @@ from typing import Any
 
 from tandem.engine.graphs.decode_graphs import DecodeCapture, DecodeGraph
 from tandem.engine.graphs.inputs import GraphPlan
-from tandem.engine.graphs.prefill_graphs import PrefillCapture, PromptGraph, PromptGraphs
+from tandem.engine.graphs.prefill_graphs import PrefillCapture, PrefillGraph, PrefillGraphs
 from tandem.models.batch import ForwardBatch
 
 _log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class GraphPool:
     def __init__(self) -> None:
         self.decode: dict[int, DecodeGraph] = {}
         self.plain: dict[int, DecodeGraph] = {}
-        self.prefill = self.background = self.shared = PromptGraphs(None)
+        self.prefill = self.background = self.shared = PrefillGraphs(None)
         self._prefill_replays = True  # while no other step runs
         self._capture: PrefillCapture | None = None
 
@@ -70,14 +70,14 @@ class GraphPool:
         sizes = [size for graphs in (plain, self.decode) for size in graphs if size >= rows]
         return None if not sizes else plain.get(sizes[0], self.decode[sizes[0]])
 
-    def shared_graph(self, step: ForwardBatch) -> PromptGraph | None:
+    def shared_graph(self, step: ForwardBatch) -> PrefillGraph | None:
         graph = self.shared.graph_of(step, exclusive=True)
         if graph is None or self._capture is None or not self._capture.shares(len(step.input_ids)):
             return None
         return graph
 
-    def prefill_graph(self, step: ForwardBatch) -> PromptGraph | None:
+    def prefill_graph(self, step: ForwardBatch) -> PrefillGraph | None:
         return self.prefill.graph_of(step, exclusive=True) if self._prefill_replays else None
 
-    def background_graph(self, step: ForwardBatch) -> PromptGraph | None:
+    def background_graph(self, step: ForwardBatch) -> PrefillGraph | None:
         return self.background.graph_of(step)

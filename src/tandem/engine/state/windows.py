@@ -65,13 +65,13 @@ class WindowPages:
         missing = self._missing(sequence, length)
         if missing > 0 and self.available < missing + left:
             return False
-        self.reach(sequence, length)
+        self.extend_window(sequence, length)
         return True
 
     def _missing(self, sequence: Sequence, length: int) -> int:
         return -(-length // self._page) - sequence.window_end
 
-    def reach(self, sequence: Sequence, length: int) -> int:
+    def extend_window(self, sequence: Sequence, length: int) -> int:
         """Pages for the first `length` tokens of a sequence, as far as there are some; how many tokens they hold."""
         count = max(0, min(self._missing(sequence, length), self.available))
         for number in range(sequence.window_end, sequence.window_end + count):
@@ -79,16 +79,16 @@ class WindowPages:
         sequence.window_end += count
         return min(length, sequence.window_end * self._page)
 
-    def cut(self, sequence: Sequence) -> None:
+    def rollback_window(self, sequence: Sequence) -> None:
         """Gives back what lies behind the computed tokens: nothing was written there that counts."""
         self._give(sequence, -(-sequence.computed_len // self._page), sequence.window_end)
         sequence.window_end = min(sequence.window_end, -(-sequence.computed_len // self._page))
 
-    def slides(self, sequence: Sequence) -> bool:
-        """Whether `slide` would give something back."""
+    def trims_window(self, sequence: Sequence) -> bool:
+        """Whether `trim_window` would give something back."""
         return self._needed(sequence) > sequence.window_first
 
-    def slide(self, sequence: Sequence) -> None:
+    def trim_window(self, sequence: Sequence) -> None:
         """Gives back what nobody reads who goes on behind the last whole page of the computed tokens, but one."""
         first = self._needed(sequence)
         self._give(sequence, sequence.window_first, first)

@@ -227,7 +227,7 @@ class BatchArrays:
         """The chunks in host memory; valid until the next `fill`."""
         by_row = self._each_row or (self._row_per_sequence and any(chunk.draft_tokens for chunk in chunks))
         sequences = sum(chunk.length for chunk in chunks) if by_row else len(chunks)
-        folds = self._speculative and (self._each_row or not all(map(_settled, chunks)))
+        folds = self._speculative and (self._each_row or not all(map(_is_plain, chunks)))
         for places in self._places:
             places.begin(chunks, sequences)
         s = row = logits = 0
@@ -299,7 +299,7 @@ def counted(first: int, count: int) -> npt.NDArray[np.int64] | int:
     return first if count == 1 else np.arange(first, first + count)
 
 
-def _settled(chunk: Chunk) -> bool:
+def _is_plain(chunk: Chunk) -> bool:
     """It neither guesses nor follows guesses: its slot's folds hold all that is computed."""
     return not chunk.draft_tokens and chunk.sequence.state_len == chunk.sequence.computed_len
 

@@ -215,7 +215,7 @@ class GpuPlace:
         return self._streams.side_stream(False, self._reserve_sms)
 
     def leave(self) -> None:
-        self._start.release()
+        self._start.end_task()
         try:
             if self._usage is not None:
                 with self.entered():

@@ -160,11 +160,11 @@ class LiveExperts:
         """Whether the GPU may still have to change slots or tables, in the order of its steps."""
         return self._exchange.under_way or self._all_steps - self._written < SETTLED
 
-    def hold(self) -> None:
-        """Before a prompt's pass: what it reads stays as it is until `release`."""
+    def pause(self) -> None:
+        """Before a prompt's pass: what it reads stays as it is until `resume`."""
         self._held = True
 
-    def release(self) -> None:
+    def resume(self) -> None:
         self._held = False
 
     def beside_step(self) -> None:
@@ -247,23 +247,23 @@ class LiveExperts:
             self._spent, self._made = self._spent * REMEMBERED / self._made, REMEMBERED
 
     def _move(self, what: Callable[[], ExchangeOutcome]) -> None:
-        settled = what()
-        self._settle(settled)
-        self._made += len(settled.done)
-        self._exchanges += len(settled.done)
+        outcome = what()
+        self._follow(outcome)
+        self._made += len(outcome.done)
+        self._exchanges += len(outcome.done)
 
-    def _settle(self, settled: ExchangeOutcome) -> None:
-        self._made_last += settled.done
-        for exchange in settled.dropped:
+    def _follow(self, outcome: ExchangeOutcome) -> None:
+        self._made_last += outcome.done
+        for exchange in outcome.dropped:
             self._policy.dropped(exchange)
-        for exchange in settled.stranded:
+        for exchange in outcome.stranded:
             self._policy.stranded(exchange)
-        for layer in settled.ended:
+        for layer in outcome.ended:
             self._policy.ended(layer)
-        if settled.done or settled.stranded:
+        if outcome.done or outcome.stranded:
             counts = None if self._asked is None else self._asked.counts
-            self._usage.moved(partial(_changes, settled), len(settled.done), counts)
-        self._in_vain = 0 if settled.done else self._in_vain + len(settled.dropped)
+            self._usage.moved(partial(_changes, outcome), len(outcome.done), counts)
+        self._in_vain = 0 if outcome.done else self._in_vain + len(outcome.dropped)
         if self._in_vain >= GIVE_UP:
             raise EngineError(f"{self._in_vain} exchanges of experts failed one after the other")
 
@@ -275,6 +275,6 @@ class LiveExperts:
         self._usage.note()
 
 
-def _changes(settled: ExchangeOutcome) -> list[Change]:
-    departures = [(layer, leaving, False) for layer, _, leaving, _ in (*settled.done, *settled.stranded)]
-    return departures + [(layer, coming, True) for layer, _, _, coming in settled.done]
+def _changes(outcome: ExchangeOutcome) -> list[Change]:
+    departures = [(layer, leaving, False) for layer, _, leaving, _ in (*outcome.done, *outcome.stranded)]
+    return departures + [(layer, coming, True) for layer, _, _, coming in outcome.done]

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.kernels.batch_layout import KernelBatch
-from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.gpu.dependent_launch import begin, overlapped
 from tandem.kernels.gpu.shared_memory import shared_bytes
 from tandem.spec.gpu_scratch import DECODE_PARTS
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.gpu.dependent_launch import begin, overlapped
 
 PART = 4096  # logits of a program
 MOST_POLLS = 1 << 24  # about 15 s; the host never takes so long, but a GPU that waits for ever cannot be stopped

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.kernels.gpu.dependent_launch import begin, overlapped
 from tandem.kernels.gpu.mlp import activated, activation_constants, relu2
-from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.gpu.panels import (
     Panels,
     block_words,

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.kernels.gpu.dependent_launch import begin, overlapped
 from tandem.kernels.gpu.norm import joined, normed
-from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.joined import Normed, Sum
 
 MANY_COLUMNS = 1024  # from here on a program takes several of them

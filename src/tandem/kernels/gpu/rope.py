@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tandem.errors import KernelError
 from tandem.kernels.batch_layout import KernelBatch
-from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.gpu.dependent_launch import begin, overlapped
 from tandem.kernels.ops import HeadNorms, RopeTables
 
 MANY_ROWS, AT_ONCE = 128, 8  # from so many rows on a program has eight heads, a warp each: the bits are the same

@@ -83,10 +83,10 @@ class MoEBlock(Routed):
             return routed
         return self.ops.gated(shared, gate, routed)
 
-    def foresee(self, x: Tensor, p: ForwardState) -> None:
+    def predict_experts(self, x: Tensor, p: ForwardState) -> None:
         """x: about what the next call will be given. Tells the experts who would be chosen; nobody is counted."""
         places, named = self.experts.places, self._named(p)
-        self.experts.hint(
+        self.experts.prefetch(
             self.route(self._logits(x)[0], self.bias, places=places, chosen=named)
         )
 
@@ -162,8 +162,8 @@ class ExpertsBeside(MoEBlock):
     def _summed(self, rows: Tensor) -> Tensor:
         return rows if self.ops.group is None else self.ops.group.sum(rows)
 
-    def foresee(self, x: Tensor, p: ForwardState) -> None:
-        super().foresee(self._router_input(p), p)
+    def predict_experts(self, x: Tensor, p: ForwardState) -> None:
+        super().predict_experts(self._router_input(p), p)
 
     def _router_input(self, p: ForwardState) -> Tensor:
         """Router input: the normed residual."""

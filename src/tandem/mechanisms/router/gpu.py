@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.errors import KernelError
-from tandem.kernels.gpu.overlap import let_next_start, overlapped, wait_for_last
+from tandem.kernels.gpu.dependent_launch import let_next_start, overlapped, wait_for_last
 from tandem.kernels.ops import ExpertCounts, Routing
 from tandem.mechanisms.router.shape import Router
 from tandem.mechanisms.router.torch import Route, in_torch

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tandem.errors import RankLost
+from tandem.kernels.gpu.dependent_launch import can_overlap
 from tandem.kernels.gpu.nvrtc import compiled, cuda_source, launch
-from tandem.kernels.gpu.overlap import can_overlap
 from tandem.kernels.gpu.ranks.lane_memory import LaneMemory
 from tandem.kernels.ranks.meeting import Meeting
 from tandem.planner.ranks.ranked import MOST_GPU_RANKS

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.gpu.dependent_launch import begin, overlapped
 from tandem.mechanisms.channel_delta.torch import ChannelGates, ChannelWeights
 from tandem.mechanisms.delta_net.gpu.parts import softplus
 from tandem.mechanisms.delta_net.torch import UNIT_EPS

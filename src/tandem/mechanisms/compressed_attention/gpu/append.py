@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.gpu.dependent_launch import begin, overlapped
 from tandem.kernels.step_rows import StepRows
 from tandem.mechanisms.compressed_attention.shape import CompressedAttention, Compression
 from tandem.mechanisms.compressed_attention.torch import Projected

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.gpu.dependent_launch import begin, overlapped
 from tandem.kernels.gpu.shared_memory import shared_bytes
 from tandem.kernels.step_rows import StepRows
 from tandem.mechanisms.compressed_attention.gpu.append import turned

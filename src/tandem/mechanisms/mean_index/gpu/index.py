@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.kernels.gpu.attention_decode import decode
-from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.gpu.dependent_launch import begin, overlapped
 from tandem.kernels.selected_keys import SelectedKeys
 from tandem.kernels.step_rows import StepContext, StepRows
 from tandem.mechanisms.mean_index.rows import as_sequences

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.kernels.batch_layout import TokenBatch
-from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.gpu.dependent_launch import begin, overlapped
 from tandem.kernels.step_rows import StepRows
 from tandem.mechanisms.ngrams.gpu.staged import StagedRows
 from tandem.mechanisms.ngrams.shape import Ngram

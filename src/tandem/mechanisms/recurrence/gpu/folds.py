@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.kernels.batch_layout import KernelBatch
-from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.gpu.dependent_launch import begin, overlapped
 from tandem.kernels.step_rows import StepContext
 from tandem.mechanisms.recurrence.gpu.convolve import convolve
 from tandem.mechanisms.recurrence.gpu.correct import correct

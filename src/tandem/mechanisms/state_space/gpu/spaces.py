@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.gpu.dependent_launch import begin, overlapped
 from tandem.mechanisms.delta_net.gpu.parts import silu, softplus
 from tandem.mechanisms.recurrence.tokens import RecurrentTokens
 from tandem.mechanisms.state_space.torch import SpaceInputs, SpaceWeights

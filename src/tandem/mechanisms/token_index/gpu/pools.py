@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.gpu.dependent_launch import begin, overlapped
 from tandem.kernels.selected_keys import SelectedKeys
 from tandem.kernels.step_rows import StepContext
 from tandem.mechanisms.latent.gpu.heads import lengths_of
