@@ -116,7 +116,7 @@ def test_an_engine_beside_a_gpu_takes_scratch_as_planned() -> None:
     """The same parts without a GPU: what the core holds is experts and scratch, to the byte."""
     before, config = _core.buffer_bytes(), qwen3(2048, 512)
     workspace = Workspace(_core.WorkerPool([-1, -1]), "scalar")
-    layer = PackedExperts(workspace, 128, config.hidden, config.moe.experts.width, "int4", places=5)
+    layer = PackedExperts(workspace, 128, config.hidden, config.moe.experts.width, "int4", cpu_slots=5)
     weights = [torch.zeros(shape, dtype=torch.bfloat16) for shape in ((512, 2048), (512, 2048), (2048, 512))]
     layer.load(0, *weights)
     share = HostShare(123, layer.bytes_per_expert, 2, step_tokens=16, graph_sizes=(), pages=9, top_k=8)

@@ -39,7 +39,7 @@ def finish(exchange: LiveExchange, copies: FakeCopies) -> ExchangeOutcome:
 @pytest.mark.parametrize("on_gpu", [1, ON_GPU, EXPERTS - 1])
 def test_two_experts_change_places(on_gpu: int, nodes: tuple[int, ...]) -> None:
     layer, copies = Layer(1, on_gpu, nodes), FakeCopies()
-    assert len(layer.cpu.pieces(layer.cpu.place_of(EXPERTS - 1))) == (4 if nodes else 1)
+    assert len(layer.cpu.pieces(layer.cpu.cpu_slot_of(EXPERTS - 1))) == (4 if nodes else 1)
     wanted = layer.exchange(0, 0, 0)
     exchange = made([layer], copies)
     exchange.add([wanted])
@@ -326,8 +326,8 @@ def test_a_failed_copy_ends_the_layers_exchanges_for_it_may_still_write(
 
 def unreserve(layer: Layer, wanted: Exchange) -> None:
     """The place of the one that leaves."""
-    taken = {layer.cpu.place_of(e) for e in range(EXPERTS) if layer.gpu.slot_of[e] < 0}
-    (spare,) = set(range(layer.cpu.places)) - taken
+    taken = {layer.cpu.cpu_slot_of(e) for e in range(EXPERTS) if layer.gpu.slot_of[e] < 0}
+    (spare,) = set(range(layer.cpu.cpu_slots)) - taken
     layer.cpu.release(spare)
 
 
@@ -386,7 +386,7 @@ def test_all_memory_of_experts_is_held_for_dma(caplog: pytest.LogCaptureFixture)
     assert copies.held == [layer.own_memory() for layer in layers] and min(sizes) > 0
     assert told == [("registering experts with CUDA", done, sum(sizes)) for done in (sizes[0], sum(sizes))]
     for layer, (address, nbytes) in zip(layers, copies.held, strict=True):
-        (piece,) = layer.pieces(layer.place_of(EXPERTS - 1))
+        (piece,) = layer.pieces(layer.cpu_slot_of(EXPERTS - 1))
         assert address <= piece[1] and piece[1] + piece[2] <= address + nbytes
     hold_all(layers, FakeCopies(holds=sizes[0]))
     assert "no more memory can be locked; experts move more slowly" in caplog.text

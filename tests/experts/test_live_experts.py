@@ -156,7 +156,7 @@ def placement_of(layers: list[Layer]) -> list[object]:
 
 def _place(layer: Layer, expert: int) -> int:
     try:
-        return layer.cpu.place_of(expert)
+        return layer.cpu.cpu_slot_of(expert)
     except ValueError:
         return -1
 

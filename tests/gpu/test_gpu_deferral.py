@@ -48,7 +48,7 @@ def make_late(model: Any, most: int, placement: ExpertPlacement) -> None:
     defers = who_defers([not bool(layer.all()) for layer in placement.gpu_experts])
     for index, moe in enumerate(blocks):
         top_k = moe.router.top_k
-        moe.experts.places = torch.cat((placement.slots(index), torch.zeros(moe.fused, dtype=torch.int32)))
+        moe.experts.slot_of = torch.cat((placement.slots(index), torch.zeros(moe.fused, dtype=torch.int32)))
         moe.experts = DeferredExperts(moe.experts, Deferral(top_k - most, top_k) if defers[index] else None, due)
 
 

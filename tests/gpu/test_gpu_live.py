@@ -127,8 +127,8 @@ def test_memory_is_given_back_with_copies_under_way() -> None:
         with pytest.raises(EngineError, match="does not register"):
             dma.hold(layer.sides.cpu, *layer.sides.cpu.own_memory())
         exchange = LiveExchange([layer.sides], store.tables, dma, 1 << 30, meanwhile=begins)
-        coming = int((layer.places < 0).nonzero()[0])
-        exchange.add([Exchange(0, 0, int((layer.places == 0).nonzero()[0]), coming)])
+        coming = int((layer.slot_of < 0).nonzero()[0])
+        exchange.add([Exchange(0, 0, int((layer.slot_of == 0).nonzero()[0]), coming)])
         advance(exchange)
         del exchange
         dma.close()

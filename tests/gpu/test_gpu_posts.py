@@ -197,8 +197,8 @@ def exchange_of(step: Step) -> LiveExchange:
         meanwhile=step.handoff.meanwhile,
         tail_seconds=60.0,
     )
-    coming = int((step.layer.places < 0).nonzero()[0])
-    exchange.add([Exchange(0, 0, int((step.layer.places == 0).nonzero()[0]), coming)])
+    coming = int((step.layer.slot_of < 0).nonzero()[0])
+    exchange.add([Exchange(0, 0, int((step.layer.slot_of == 0).nonzero()[0]), coming)])
     exchange.prepare()
     return exchange
 

@@ -170,7 +170,7 @@ def test_shared_experts_are_not_among_those_a_router_may_choose(on_cpu: int, tak
     """2 of 16 are chosen: 0.75 of a row where 6 are in CPU memory; with a shared one counted it would be 3 of 17."""
     handoff = Handoff(HandoffSizes(4, 4, 48, 3), torch.device("cpu"), 1.0)
     slots = torch.arange(17, dtype=torch.int32) - on_cpu
-    cpu = CpuOps(_core.WorkerPool([-1]), "scalar").experts(17, 48, 32, places=on_cpu)
+    cpu = CpuOps(_core.WorkerPool([-1]), "scalar").experts(17, 48, 32, cpu_slots=on_cpu)
     experts = HybridExperts(slots.clamp(min=-1), None, cpu, handoff, shared=1)
     with handoff.rehearsing():
         assert experts.takes_predictions(1) == takes

@@ -130,11 +130,11 @@ class LayerExperts:
 
     def _routing(self, ids: Tensor, weights: Tensor) -> Routing:
         """Beside a GPU a pair of no expert stands for one there, with weight 0: nobody posts it."""
-        places = self.experts.places
-        if places is None:
+        slot_of = self.experts.slot_of
+        if slot_of is None:
             return Routing(ids, weights)
         expert_ids, no_expert = ids.clamp(min=0), ids < 0
-        slots = places[expert_ids.long()].masked_fill(no_expert, 0)
+        slots = slot_of[expert_ids.long()].masked_fill(no_expert, 0)
         return Routing(expert_ids, weights.masked_fill(no_expert, 0.0), slots)
 
     def wait(self, ticket: Any) -> Tensor:

@@ -182,7 +182,7 @@ class NoExperts:
     """A store without experts: what a step costs without its routed experts."""
 
     expert_bytes = 0
-    places = None
+    slot_of = None
 
     def load(self, feed: LayerFeed, cache: KeptLayer | None = None) -> None: ...
 
@@ -226,8 +226,8 @@ class SyntheticStore:
             return NoExperts()
         if self._chosen is None:
             return self._store.layer(index, count, width, fmt, activation, SyntheticExperts)
-        kind, places = (ReplayedAnywhere, count) if self._whole else (ReplayedExperts, 0)
-        experts = self._store.layer(index, count, width, fmt, activation, kind, places)
+        kind, cpu_slots = (ReplayedAnywhere, count) if self._whole else (ReplayedExperts, 0)
+        experts = self._store.layer(index, count, width, fmt, activation, kind, cpu_slots)
         assert isinstance(experts, ReplayedExperts)
         experts.chosen = self._chosen[index]
         return experts

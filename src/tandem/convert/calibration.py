@@ -40,8 +40,8 @@ class RecordingExperts:
         self.asked: list[tuple[Tensor, Routing]] = []
 
     @property
-    def places(self) -> Tensor | None:
-        return self._experts.places
+    def slot_of(self) -> Tensor | None:
+        return self._experts.slot_of
 
     def load(self, feed: LayerFeed, cache: KeptLayer | None = None) -> None:
         self._experts.load(feed, cache)
@@ -84,11 +84,11 @@ class LayerInputs:
 
         A sample of all rows comes after its own, as many as `_TYPICAL_TOKENS` of average weight count.
         """
-        rows, places = torch.where(self.ids == expert)
+        rows, cpu_slots = torch.where(self.ids == expert)
         step = max(1, len(self.x) // _SAMPLED)
         sample = self.x[::step][:_SAMPLED]
         typical = self.weights.square().mean() * _TYPICAL_TOKENS / len(sample)
-        counts = torch.cat((self.weights[rows, places], typical.sqrt().expand(len(sample))))
+        counts = torch.cat((self.weights[rows, cpu_slots], typical.sqrt().expand(len(sample))))
         return torch.cat((self.x[rows], sample)).float(), counts[:, None]
 
     def products(self, expert: int, gate_up: tuple[Tensor, ...] | None = None) -> Tensor:

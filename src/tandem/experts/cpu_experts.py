@@ -30,7 +30,7 @@ class RoutedExperts(Protocol):
         ...
 
     @property
-    def places(self) -> Tensor | None:
+    def slot_of(self) -> Tensor | None:
         """int32 [experts]: the slot on the GPU, or -1; what `submit` likes to find in its routing. None: no GPU."""
         ...
 
@@ -77,7 +77,7 @@ class CpuExperts:
     returns when the work is done.
     """
 
-    places = None
+    slot_of = None
 
     def __init__(self, layer: ExpertLayer, in_place: bool = False) -> None:
         """in_place: the layer uses its experts where they are, so that loading them takes no time."""

@@ -85,9 +85,9 @@ class DeferredExperts:
         return self._inner.expert_bytes
 
     @property
-    def places(self) -> Tensor | None:
+    def slot_of(self) -> Tensor | None:
         """As the inner ones'."""
-        return self._inner.places
+        return self._inner.slot_of
 
     def sure_read(self, experts: int) -> SureRead:
         """As the inner ones'."""

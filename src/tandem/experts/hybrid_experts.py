@@ -136,7 +136,7 @@ class HybridExperts:
         return None if self._gpu is None or self._cpu is None else LiveLayer(self._gpu, self._cpu)
 
     @property
-    def places(self) -> Tensor:
+    def slot_of(self) -> Tensor:
         """int32 [experts] on the GPU: where each lies there, or -1. Exchanges change it in place."""
         return self._table
 
@@ -153,7 +153,7 @@ class HybridExperts:
         return self._expected * rows >= LEAST_EXPECTED and self._handoff.takes_predictions(rows)
 
     def prefetch(self, routing: Routing) -> None:
-        """Before the next `submit`, after that of the layer before; slots as `places` says."""
+        """Before the next `submit`, after that of the layer before; slots as `slot_of` says."""
         self._handoff.prefetch(self._number, routing)
 
     def submit(self, x: Tensor, routing: Routing) -> HybridTicket:

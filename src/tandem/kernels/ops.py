@@ -52,7 +52,7 @@ NO_NORMS = HeadNorms()
 
 class Routing(NamedTuple):
     """One layer's chosen experts: ids int32 [T, k], weights float32 [T, k]; best first, ties by lowest id. slots int32
-    [T, k]: where they lie, as `places` says; None where nobody asked."""
+    [T, k]: where they lie, as `slot_of` says; None where nobody asked."""
 
     ids: Tensor
     weights: Tensor

@@ -38,7 +38,7 @@ def shared(path: object, on_gpu: float, travelling: float, parts: int = 0) -> tu
     held = CudaCopies(DEVICE)
     assert hold_all([layer.cpu for layer in layers if layer], held)
     nbytes = max(layer.cpu.bytes_per_expert for layer in layers if layer)
-    most = max(layer.places for layer in layers if layer)
+    most = max(layer.cpu_slots for layer in layers if layer)
     ring = StagingRing(parts or 2 * -(-most // 2), 2, -(-2 * nbytes // 256) * 256)
     followed = StreamReadings(ask=session.usage.ask)
     stream = ExpertStream(layers, ring, CudaCopyStream(DEVICE, held), rates(travelling), DEVICE, followed)

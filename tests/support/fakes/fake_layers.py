@@ -43,7 +43,7 @@ class Layer:
             if nodes
             else cases.workspace_of("scalar")
         )
-        self.cpu = PackedExperts(where, EXPERTS, HIDDEN, WIDTH, "int4", places=places)
+        self.cpu = PackedExperts(where, EXPERTS, HIDDEN, WIDTH, "int4", cpu_slots=places)
         for expert in range(on_gpu, EXPERTS):
             self.cpu.load_packed(expert, self.bytes[expert])
         slot_of = torch.tensor([e if e < on_gpu else -1 for e in range(EXPERTS)])

@@ -1,4 +1,4 @@
-"""`Transfers`: parts of layers on their way through a ring of places on the GPU, in the order in which layers run.
+"""`Transfers`: parts of layers on their way through a ring of slots on the GPU, in the order in which layers run.
 
 A copy is given before its part of the ring is free: the bus waits for the GPU's marks by itself.
 """
@@ -26,10 +26,10 @@ class Transferable(Protocol):
     """A layer's experts in CPU memory."""
 
     @property
-    def places(self) -> int: ...
+    def cpu_slots(self) -> int: ...
 
-    def runs(self, places: Iterable[int]) -> list[Run]:
-        """Copies of these places, one after the other in a part of the ring."""
+    def runs(self, cpu_slots: Iterable[int]) -> list[Run]:
+        """Copies of these slots, one after the other in a part of the ring."""
         ...
 
 
@@ -50,8 +50,8 @@ class Transfers:
     ) -> None:
         self._layers, self._ring, self._bus = layers, ring, bus
         self._memory = torch.empty(ring.nbytes, dtype=torch.uint8, device=device)
-        self._order: dict[int, npt.NDArray[np.int32]] = {}  # of a layer's places
-        self._runs: dict[int, dict[_Transfer, list[Run]]] = {}  # of a layer, in this order; places never move
+        self._order: dict[int, npt.NDArray[np.int32]] = {}  # of a layer's slots
+        self._runs: dict[int, dict[_Transfer, list[Run]]] = {}  # of a layer, in this order; slots never move
         self._free: list[object] = [None] * ring.parts  # marks: the part was unpacked
         self._arrived: list[object] = [None] * ring.parts
         self._list: list[_Transfer] = []
@@ -61,14 +61,14 @@ class Transfers:
         self.bytes = 0  # since the start
 
     def begin(self, counts: Mapping[int, int], whole: bool) -> None:
-        """Begins a step in which `counts` places of each layer travel. whole: there are parts for all places, whether
+        """Begins a step in which `counts` slots of each layer travel. whole: there are parts for all slots, whether
         they travel or not."""
         if self.failed:
             self._bus.finish()
         self._counts, self._list, self._of = counts, [], {}
         for layer, count in counts.items():
             first, each = len(self._list), self._ring.experts
-            count = _of(self._layers, layer).places if whole else count
+            count = _of(self._layers, layer).cpu_slots if whole else count
             self._list += [_Transfer(layer, i, min(each, count - i)) for i in range(0, count, each)]
             self._of[layer] = range(first, len(self._list))
         self._given = self.taken = 0
@@ -85,9 +85,9 @@ class Transfers:
         """Whether the step has taken all."""
         return self.taken == len(self._list)
 
-    def reorder(self, layer: int, places: npt.NDArray[np.int32]) -> None:
-        """Its places travel in this order, in the next step."""
-        self._order[layer] = places
+    def reorder(self, layer: int, cpu_slots: npt.NDArray[np.int32]) -> None:
+        """Its slots travel in this order, in the next step."""
+        self._order[layer] = cpu_slots
         self._runs.pop(layer, None)
 
     def of(self, layer: int) -> range:
@@ -116,7 +116,7 @@ class Transfers:
         """GB/s of the bus: a part of each layer is copied from where it lies, between steps."""
         total, started = 0, perf_counter()
         for layer in (layer for layer in self._layers if layer is not None):
-            for source, target, nbytes in layer.runs(range(min(self._ring.experts, layer.places))):
+            for source, target, nbytes in layer.runs(range(min(self._ring.experts, layer.cpu_slots))):
                 self._bus.copy(source, self._memory.data_ptr() + target, nbytes)
                 total += nbytes
         self._bus.finish()
@@ -139,7 +139,7 @@ class Transfers:
         runs = self._runs.setdefault(delivery.layer, {})
         if delivery not in runs:
             layer, first = _of(self._layers, delivery.layer), delivery.first
-            order = self._order.get(delivery.layer, np.arange(layer.places, dtype=np.int32))
+            order = self._order.get(delivery.layer, np.arange(layer.cpu_slots, dtype=np.int32))
             runs[delivery] = layer.runs(order[first : first + delivery.count].tolist())
         return runs[delivery]
 

@@ -85,9 +85,9 @@ class MoEBlock(Routed):
 
     def predict_experts(self, x: Tensor, p: ForwardState) -> None:
         """x: about what the next call will be given. Tells the experts who would be chosen; nobody is counted."""
-        places, named = self.experts.places, self._named(p)
+        slot_of, named = self.experts.slot_of, self._named(p)
         self.experts.prefetch(
-            self.route(self._logits(x)[0], self.bias, places=places, chosen=named)
+            self.route(self._logits(x)[0], self.bias, slot_of=slot_of, chosen=named)
         )
 
     def _submit(self, x: Tensor, routing: Routing) -> Any:
@@ -106,9 +106,9 @@ class MoEBlock(Routed):
 
     def _routed(self, logits: Tensor, p: ForwardState, named: Tensor | None) -> Routing:
         """Counts who is chosen."""
-        places = self.experts.places
+        slot_of = self.experts.slot_of
         tally = self.tally if p.tallies is None else p.tallies[self.number]
-        routing = self.route(logits, self.bias, self.fused, tally, places, named)
+        routing = self.route(logits, self.bias, self.fused, tally, slot_of, named)
         if self.scales is None:
             return routing
         return routing._replace(weights=routing.weights * self.scales[routing.ids.long()])

@@ -27,7 +27,7 @@ class CpuRoute:
         bias: Tensor | None = None,
         shared: int = 0,
         tally: ExpertCounts | None = None,
-        places: Tensor | None = None,
+        slot_of: Tensor | None = None,
         chosen: Tensor | None = None,
     ) -> Routing:
         logits = logits.float().contiguous()
@@ -37,7 +37,7 @@ class CpuRoute:
         ids, weights = logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape)
         counted = () if tally is None else (tally.tokens, tally.seen, tally.chosen)
         self._dense.route(self._rules[shared], logits, bias, ids, weights, *counted)
-        return Routing(ids, weights, None if places is None else places[ids])
+        return Routing(ids, weights, None if slot_of is None else slot_of[ids])
 
 
 def bound(ops: CpuOps, router: Router) -> Route:

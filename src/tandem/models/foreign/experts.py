@@ -43,9 +43,9 @@ class ForeignExperts:
 
     def _sum(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """weights: of each row, or of all. Both sides of a GPU take as many experts of a row as the model has."""
-        places = self._experts.places
+        slot_of = self._experts.slot_of
         routing = Routing(
-            ids, weights.expand(ids.shape).contiguous(), None if places is None else places[ids]
+            ids, weights.expand(ids.shape).contiguous(), None if slot_of is None else slot_of[ids]
         )
         return self._experts.wait(self._experts.submit(x.contiguous(), routing))
 
