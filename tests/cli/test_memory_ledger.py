@@ -91,9 +91,9 @@ def test_dense_codes_take_what_is_planned(hidden: int, fmt: str) -> None:
 @pytest.mark.parametrize("late", [False, True])
 def test_what_the_handoff_pins_is_planned(late: bool) -> None:
     config, sizes = qwen3(2048, 768), HandoffSizes(16, 300, 2048, 8, late)
-    share = HostShare(10, 1000, 3, step_tokens=300, graph_sizes=(4, 16), pages=0, top_k=8, live=True, late=late)
+    share = HostShare(10, 1000, 3, step_tokens=300, graph_sizes=(4, 16), pages=0, top_k=8, live=True, deferred=late)
     host, copies = host_memory(config, share), EagerCopies(sizes, torch.device("cpu"))
-    pinned = [t for t in vars(copies).values() if isinstance(t, torch.Tensor) and t is not copies._there]
+    pinned = [t for t in vars(copies).values() if isinstance(t, torch.Tensor) and t is not copies._device_rows]
     mailbox = _core.mailbox_offsets(sizes.mailbox_tokens, sizes.hidden, sizes.top_k, late)[-1]
     assert host.handoff == sum(pinned_bytes(t.nbytes) for t in pinned) + pinned_bytes(mailbox)
     assert (host.experts, host.spare) == (118 * 1000, 1000)

@@ -280,7 +280,7 @@ def test_experts_move_beside_a_step_and_nothing_that_it_sends_waits_for_them(
 def test_masks_stay_where_a_graph_reads_them_and_go_with_their_rows() -> None:
     """The best of each row, as the graph's last kernels find it from what was sent, step after step."""
     masks, logits = GraphMasks(SIZE, torch.device("cpu")), torch.randn(SIZE, VOCAB)
-    place = masks.there.data_ptr()
+    place = masks.device_addresses.data_ptr()
     for given in (
         [None, {3, 40}, None, {70}],
         [],
@@ -289,7 +289,7 @@ def test_masks_stay_where_a_graph_reads_them_and_go_with_their_rows() -> None:
         [None, None, {5}, None, {64}, {1}],
     ):
         masks.send([None if ids is None else bits_of(ids, VOCAB) for ids in given])
-        assert masks.there.data_ptr() == place
+        assert masks.device_addresses.data_ptr() == place
         wanted = [
             range(VOCAB) if ids is None else sorted(ids) for ids in (*given, *[None] * (SIZE - len(given)))
         ]
@@ -315,7 +315,7 @@ def test_a_mask_changes_where_a_graph_reads_it() -> None:
     masks, one = GraphMasks(2, torch.device("cpu")), bits_of({1}, VOCAB)
     logits = torch.zeros(2, VOCAB)
     masks.send([None, one])
-    assert masks.there[:2].tolist() == [0, one.ctypes.data]
+    assert masks.device_addresses[:2].tolist() == [0, one.ctypes.data]
     assert best_of(logits, masks)[:, 0].tolist() == [0, 1]
     one[:] = bits_of({40}, VOCAB)
     masks.send([None, one])
@@ -331,7 +331,7 @@ def test_a_mask_that_a_gpu_cannot_read_is_an_error() -> None:
 
 def word_of(masks: GraphMasks) -> int | None:
     """What a graph reads before it reads a mask; None: it does not look."""
-    address = int(masks.there[-1])
+    address = int(masks.device_addresses[-1])
     return int(ctypes.c_int32.from_address(address).value) if address else None
 
 

@@ -177,7 +177,7 @@ class PlayedMailbox(module.Mailbox):
     """The kernels, as the thread that calls them."""
 
     def __init__(self, sizes: HandoffSizes, layers: list[PackedExperts]) -> None:
-        shape = (sizes.mailbox_tokens, sizes.hidden, sizes.top_k, sizes.late)
+        shape = (sizes.mailbox_tokens, sizes.hidden, sizes.top_k, sizes.deferred)
         *self._at, size = _core.mailbox_offsets(*shape)
         room = np.zeros(size + 128, dtype=np.uint8)
         self._memory = torch.from_numpy(room[-room.ctypes.data % 128 :][:size])

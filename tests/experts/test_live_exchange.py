@@ -88,7 +88,7 @@ def test_what_was_not_done_beside_a_step_is_done_after_it(pieces: int) -> None:
     layers, copies = [Layer(1), Layer(2)], FakeCopies()
     copies.prompt = True
     exchange = made(layers, copies, buffers=4)
-    exchange.meanwhile = lambda work: [piece(work) for _ in range(pieces)]
+    exchange.between_answers = lambda work: [piece(work) for _ in range(pieces)]
     wanted = [layers[0].exchange(0, 0, 0), layers[1].exchange(1, 1, 1)]
     exchange.add(wanted)
     exchange.prepare()
@@ -102,7 +102,7 @@ def test_after_a_step_only_so_much_time_is_taken() -> None:
     layers, copies = [Layer(1), Layer(2)], FakeCopies()
     copies.prompt = True
     exchange = made(layers, copies, buffers=4)
-    exchange.meanwhile, exchange._tail_seconds = lambda work: None, 0.0
+    exchange.between_answers, exchange._tail_seconds = lambda work: None, 0.0
     exchange.add([layers[0].exchange(0, 0, 0), layers[1].exchange(1, 1, 1)])
     exchange.prepare()
     ends = 1

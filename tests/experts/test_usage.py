@@ -47,7 +47,7 @@ def check(tally: ExpertCounts, ids: Tensor, router: Router, counted: int) -> Non
         for expert in row:
             expected[expert] += 1
     assert torch.equal(tally.tokens.cpu().long(), expected)
-    assert torch.equal(tally.seen.cpu().long(), (expected > 0).long())
+    assert torch.equal(tally.used.cpu().long(), (expected > 0).long())
     assert torch.equal(tally.chosen[: len(ids)].cpu(), ids[:, : router.top_k].cpu())
 
 
@@ -100,7 +100,7 @@ def test_the_core_refuses_arrays_of_other_shapes() -> None:
     good, logits = tally_of(router, 4), torch.zeros(4, 60)
     for bad in (
         good._replace(tokens=torch.zeros(59, dtype=torch.int64)),
-        good._replace(seen=torch.zeros(60, dtype=torch.int32)),
+        good._replace(used=torch.zeros(60, dtype=torch.int32)),
         good._replace(chosen=torch.zeros(3, 4, dtype=torch.int32)),
     ):
         with pytest.raises(KernelError):

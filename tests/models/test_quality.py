@@ -364,7 +364,7 @@ def test_models_of_different_shape_are_refused(tiny_models, text_file: Path, tmp
 
 
 def test_late_experts_diverge_and_the_usual_way_does_not(tiny_models, text_file: Path) -> None:
-    request = QualityFlags(str(tiny_models["qwen3_moe"]), text=text_file, window=64, threads=1, late=1)
+    request = QualityFlags(str(tiny_models["qwen3_moe"]), text=text_file, window=64, threads=1, deferred=1)
     usual, late = measure(request).measured
     assert (usual.label, late.label) == ("as stored", "as stored, 1 late")
     assert usual.divergence is not None and late.divergence is not None
@@ -374,4 +374,4 @@ def test_late_experts_diverge_and_the_usual_way_does_not(tiny_models, text_file:
 
 def test_late_experts_of_a_layer_alone_are_not_measured() -> None:
     with pytest.raises(ConfigError, match="leave out --layer-kl or --kt-max-deferred-experts-per-token"):
-        QualityFlags("demo", late=1, layer_kl=True)
+        QualityFlags("demo", deferred=1, layer_kl=True)

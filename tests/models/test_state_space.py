@@ -202,7 +202,7 @@ def test_a_pattern_of_letters_is_the_list_of_words() -> None:
 
 def test_experts_in_fewer_channels_are_never_late(tiny_models) -> None:
     """Each layer projects their sum by itself."""
-    variant = Variant(tiny_models["nemotron_h-latent"], late=2)
+    variant = Variant(tiny_models["nemotron_h-latent"], deferred=2)
     model = variant.model()
     with pytest.raises(ConfigError, match="--late 2: each layer's experts have a projection of their own"):
         variant.plan(model, this_machine(), 8, open_checkpoint(variant.directory).formats())

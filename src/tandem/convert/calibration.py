@@ -37,7 +37,7 @@ class RecordingExperts:
 
     def __init__(self, experts: RoutedExperts) -> None:
         self._experts = experts
-        self.asked: list[tuple[Tensor, Routing]] = []
+        self.calls: list[tuple[Tensor, Routing]] = []
 
     @property
     def slot_of(self) -> Tensor | None:
@@ -62,7 +62,7 @@ class RecordingExperts:
     def prefetch(self, routing: Routing) -> None: ...
 
     def submit(self, x: Tensor, routing: Routing) -> Any:
-        self.asked.append((x.clone(), Routing(routing.ids.clone(), routing.weights.clone())))
+        self.calls.append((x.clone(), Routing(routing.ids.clone(), routing.weights.clone())))
         return self._experts.submit(x, routing)
 
     def wait(self, ticket: Any) -> Tensor:
@@ -133,7 +133,7 @@ class Calibration:
         self._stream.advance(layer, self._stream.hidden)
         if recording is None or moe is None:
             return None
-        xs, routings = zip(*recording.asked, strict=True)
+        xs, routings = zip(*recording.calls, strict=True)
         return LayerInputs(
             torch.cat(xs),
             torch.cat([r.ids for r in routings]),

@@ -129,7 +129,7 @@ class ExpertMeter:
             hit_rate=sides.hit_rate,
             swaps=self._usage.swaps,
             swap_rests=self._usage.swap_rests,
-            swap_seconds=0.0 if moving is None else moving.seconds + moving.beside,
+            swap_seconds=0.0 if moving is None else moving.seconds + moving.overlapped_seconds,
             swap_wait_seconds=0.0 if moving is None else moving.waited,
             handoff_posts=times.posts,
             handoff_wait_seconds=times.wait_seconds,

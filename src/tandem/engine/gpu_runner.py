@@ -316,7 +316,7 @@ class GpuRunner:
         reserve_sms = choice is not None and choice.prefill is not None
         # A graph that runs now writes nothing that this pass reads, so the pass does not wait for it. Pieces of images
         # were put together on that stream, and experts have changed places there.
-        after = choice is None or batch.seen is not None or (self._live is not None and self._live.settling)
+        after = choice is None or batch.image_rows is not None or (self._live is not None and self._live.settling)
         with torch.inference_mode(), self._streams.side_stream(after, reserve_sms):
             try:
                 gpu_only = start.begin_task(batch, split)

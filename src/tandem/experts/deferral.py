@@ -63,7 +63,7 @@ class DeferredTicket:
 
     inner: Any
     x: Tensor
-    late: Routing | None
+    deferred: Routing | None
 
 
 class DeferredExperts:
@@ -110,8 +110,8 @@ class DeferredExperts:
         """sum over k of weight * expert(x), without those that are late and with what was due: [T, hidden]."""
         total = self._inner.wait(ticket.inner)
         due, self._due.sum = self._due.sum, None
-        if ticket.late is not None:
-            self._due.sum = self._inner.wait(self._inner.submit(ticket.x, ticket.late))
+        if ticket.deferred is not None:
+            self._due.sum = self._inner.wait(self._inner.submit(ticket.x, ticket.deferred))
         return total if due is None else total + due
 
 

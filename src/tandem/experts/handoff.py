@@ -177,7 +177,7 @@ class Handoff:
         experts = self.used()[1]
         return self._mailbox.times().serve_seconds / experts if self._mailbox and experts else 0.0
 
-    def meanwhile(self, work: _core.Meanwhile) -> None:
+    def between_answers(self, work: _core.Meanwhile) -> None:
         """Pieces of it are done until the next `finish`, between an answer and the next post, and while that waits.
         Nothing is kept where no posts are answered: a later step would do it, when its slots may be in use."""
         if self._mailbox is not None and self._mailbox.core.is_open:

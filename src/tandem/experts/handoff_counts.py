@@ -14,7 +14,7 @@ class HandoffSizes:
     tokens: int
     hidden: int
     top_k: int
-    late: bool = False
+    deferred: bool = False
 
 
 class HandoffTimes(NamedTuple):

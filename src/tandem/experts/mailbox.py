@@ -39,7 +39,7 @@ class Mailbox:
         """first: of the first stage, whose memory this one uses."""
         # Before a capture: compiling and loading a module may allocate and synchronise.
         self._kernels = kernels(device.index)
-        shape = (sizes.mailbox_tokens, sizes.hidden, sizes.top_k, sizes.late)
+        shape = (sizes.mailbox_tokens, sizes.hidden, sizes.top_k, sizes.deferred)
         *self._at, size = _core.mailbox_offsets(*shape)
         self._sizes, self._device, self._patience = sizes, device, patience
         if first is None:

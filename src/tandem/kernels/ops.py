@@ -63,7 +63,7 @@ class ExpertCounts(NamedTuple):
     """Where `Ops.route` counts one layer's choices, E experts; `experts/usage/expert_usage.py` owns it and reads it."""
 
     tokens: Tensor  # int64 [E], on a GPU int32: += rows that chose the expert
-    seen: Tensor  # of the same kind: = 1 where a row chose it
+    used: Tensor  # of the same kind: = 1 where a row chose it
     chosen: Tensor | None = None  # int32 [rows at most, k]: a copy of the ids
     rows: Tensor | None = None  # int32 [1] on a GPU: only so many first rows are counted; None: all
 

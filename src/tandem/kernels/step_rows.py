@@ -31,13 +31,13 @@ class StepRows:
     last: Tensor  # int64 [S]: position of its last row
     tables: Tensor  # int64 [S, P]
     row_per_sequence: bool  # every sequence has one row
-    made: dict[Hashable, Any] = field(default_factory=dict)
+    shared: dict[Hashable, Any] = field(default_factory=dict)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Indices that all layers of one kind share: made by `make` on the first call with this key."""
-        if key not in self.made:
-            self.made[key] = make()
-        indices: T = self.made[key]
+        if key not in self.shared:
+            self.shared[key] = make()
+        indices: T = self.shared[key]
         return indices
 
     @property

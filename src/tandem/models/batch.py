@@ -47,7 +47,7 @@ class ForwardBatch:
         None  # int32 [S]: rows that are tokens for certain; None: all, or the first of a slot's where rows are apart
     )
     turns: Tensor | None = None  # int64 [T]: rows of the rotary tables; None: they are the positions
-    seen: ImageRowBatch | None = None  # None: all rows are tokens
+    image_rows: ImageRowBatch | None = None  # None: all rows are tokens
     windows: ForwardBatch | None = (
         None  # the same rows, in the pages of layers that see a window; None: in those of all layers
     )

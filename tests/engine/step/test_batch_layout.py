@@ -215,7 +215,7 @@ def test_a_decode_graphs_memory_has_the_bytes_it_had(size: int, speculative: boo
         inputs.fill(batch)
         inputs.send()
         wanted = old_image(batch, size, 1 + windowed, speculative)
-        assert inputs._host.numpy().tobytes() == inputs._there.numpy().tobytes() == wanted
+        assert inputs._host.numpy().tobytes() == inputs._device_image.numpy().tobytes() == wanted
         same(inputs.image, inputs.batch)
         assert inputs.batch.query_starts.tolist() == list(range(size + 1)) and inputs.batch.single_rows == 0
         assert inputs.batch.logits_rows.tolist() == list(range(size)) and inputs.batch.num_verified is None
@@ -225,7 +225,7 @@ def test_a_decode_graphs_memory_has_the_bytes_it_had(size: int, speculative: boo
 
 def check_views(inputs: GraphInputs) -> None:
     """Each tensor lies where the graph's copy writes it."""
-    block, batch = inputs._there, inputs.batch
+    block, batch = inputs._device_image, inputs.batch
     first, nbytes = block.data_ptr(), block.numel()
     names = ["input_ids", "positions", "cache_slots", "seq_lens", "slots", "block_tables"]
     tensors = [getattr(batch, name) for name in names] + [inputs.counted]
@@ -246,7 +246,7 @@ def test_a_prefill_graphs_memory_has_the_bytes_it_had(rows: int) -> None:
         inputs.fill(batch)
         inputs.send()
         wanted = old_chunk_image(batch, rows)
-        assert inputs._host.numpy().tobytes() == inputs._there.numpy().tobytes() == wanted
+        assert inputs._host.numpy().tobytes() == inputs._device_image.numpy().tobytes() == wanted
         same(inputs.image, inputs.batch)
         assert inputs.batch.block_tables.shape == (SEQUENCES, PAGES) and inputs.batch.windows is None
 

@@ -325,7 +325,7 @@ def test_experts_of_many_rows(
         layer.load(expert, square(fmt), square(fmt), square(fmt))
     assert layer.prompts is not None
     for tokens, at_once in ((128, 1), (129, 16), (700, 5), (2048, 21)):
-        layer.prompts.at_once, layer.prompts._made = at_once, None
+        layer.prompts.at_once, layer.prompts._scratch = at_once, None
         slots = keyed(*(torch.zeros(tokens, 3, dtype=torch.int32) for _ in range(2)), layer.table)
         layer.partial(torch.zeros(tokens, 256).bfloat16(), Routing(slots, torch.ones(tokens, 3), slots))
     names = ("_keyed", "_rank", "_edges", "_gather", "_between")

@@ -172,7 +172,7 @@ class _Marker:
     """A mask that only says what it would let a token see."""
 
     def __init__(self, record: MaskReach) -> None:
-        self.seen = record
+        self.reported = record
 
 
 def _window(name: str, mask: Any, argument: int | None) -> int:
@@ -181,11 +181,11 @@ def _window(name: str, mask: Any, argument: int | None) -> int:
         return argument or 0
     if not isinstance(mask, _Marker):
         raise Unsupported(f"{name} makes a mask of its own")
-    if mask.seen.wrong:
-        raise Unsupported(f"{name} has {mask.seen.wrong}")
-    if argument and argument != mask.seen.window:
-        raise Unsupported(f"{name} says sliding_window={argument}, but its mask has {mask.seen.window}")
-    return mask.seen.window
+    if mask.reported.wrong:
+        raise Unsupported(f"{name} has {mask.reported.wrong}")
+    if argument and argument != mask.reported.window:
+        raise Unsupported(f"{name} says sliding_window={argument}, but its mask has {mask.reported.window}")
+    return mask.reported.window
 
 
 def _check_arguments(name: str, arguments: dict[str, Any]) -> None:

@@ -35,7 +35,7 @@ class GapFlags:
     url: str | None
     config: str | None
     layers: int | None
-    wanted: GapLoad
+    load: GapLoad
     api_key: str | None
     flags: tuple[str, ...]
 
@@ -50,7 +50,7 @@ def run(request: GapFlags, out: Path | None, plot: Path | None) -> None:
     with Console(stderr=True).status("starting a server …") as status, _server(request) as url:
         client = LoadClient(url, request.api_key)
         name = client.model_name()
-        readings = measure(client, name, request.wanted, status.update)
+        readings = measure(client, name, request.load, status.update)
         row = row_of(request, name, readings, gpu_share(request, url))
     console.print_json(data=row)
     if out is not None:
@@ -96,7 +96,7 @@ def row_of(request: GapFlags, name: str, readings: GapFigures, share: float | No
     idle, loaded = readings.idle_gaps(), readings.loaded_gaps()
     if not idle or not loaded:
         raise LoadError("no gaps were seen; give a shorter --long-prompt, or a longer --output-len")
-    tokens, p50, p99 = request.wanted.prompt_len, _ms(idle, 50), _ms(loaded, 99)
+    tokens, p50, p99 = request.load.prompt_len, _ms(idle, 50), _ms(loaded, 99)
     both = readings.idle_prompts, readings.loaded_prompts
     alone_tok_s, shared_tok_s = (_speed(prompts, tokens) for prompts in both)
     figures: dict[str, Any] = {
@@ -107,7 +107,7 @@ def row_of(request: GapFlags, name: str, readings: GapFigures, share: float | No
     }  # fmt: skip
     return {
         "bench": "gaps", "config": name, "server": request.url or "tandem", "flags": " ".join(request.flags),
-        "layers": request.layers, "gpu_share": share, "tokens": tokens, "streams": request.wanted.streams,
+        "layers": request.layers, "gpu_share": share, "tokens": tokens, "streams": request.load.streams,
         **figures, **stamp(f"{machine_name(Machine.detect())}; the client runs on it too"),
     }  # fmt: skip
 

@@ -48,7 +48,7 @@ def simulate_live(
         policy.observe(reads.numpy(), len(part))
         if under_way:
             policy.done(*under_way)
-        under_way = policy.wanted()
+        under_way = policy.next_exchanges()
         moved[first] += len(under_way)
         first += len(part)
     result = _result(torch.cat(hits), moved, trace, cost)

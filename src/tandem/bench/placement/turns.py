@@ -47,7 +47,7 @@ def moving_columns(live: LiveExperts | None) -> dict[str, Any]:
     per_step, each = 1e6 / max(1, times.steps), 1e3 / max(1, times.exchanges)
     return {
         "moved_gb": round(times.bytes_moved / 1e9, 2), "thread_us": round(times.seconds * per_step, 1),
-        "waited_us": round(times.waited * per_step, 1), "beside_us": round(times.beside * per_step, 1),
+        "waited_us": round(times.waited * per_step, 1), "beside_us": round(times.overlapped_seconds * per_step, 1),
         "thread_us_of": {part: round(seconds * per_step, 1) for part, seconds in times.parts.items()},
         "ms_per_exchange": round(times.waited * each, 4), "exchange_cost_reads": round(live.cost, 2),
     }  # fmt: skip
@@ -154,7 +154,7 @@ class OneModel:
     def __init__(
         self, request: PlacementFlags, traffic: Traffic, share: float, by_strategy: dict[str, ExpertPlacement]
     ) -> None:
-        self._made, self._trace, self._contestants = by_strategy, traffic.trace, dict[str, Contestant]()
+        self._by_strategy, self._trace, self._contestants = by_strategy, traffic.trace, dict[str, Contestant]()
         layers, k = traffic.trace.shape[1:]
         self._chosen = torch.zeros(layers, 1, k, dtype=torch.int32, device="cuda")
         self.built = bench_hybrid.build(
@@ -168,7 +168,7 @@ class OneModel:
     def _follow(
         self, plan: Plan, side: GpuSide, usage: ExpertUsage, copies: CudaCopies | None = None
     ) -> LiveExperts | None:
-        for name, placement in self._made.items():
+        for name, placement in self._by_strategy.items():
             traced, switched = TraceUsage(usage, self._trace, placement.gpu_experts), None
             if name == "dynamic":
                 placed = dataclasses.replace(side, placement=placement)

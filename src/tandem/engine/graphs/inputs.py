@@ -94,9 +94,9 @@ class GraphInputs:
         self._host = torch.zeros(self._layout.nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.image = self._views(self._host)
         self.image.seq_lens.fill_(1)
-        self._there = self._host.to(device, copy=True)
-        self.batch = self._views(self._there)
-        self.counted = self._layout.counted(self._there)  # rows that are not copies
+        self._device_image = self._host.to(device, copy=True)
+        self.batch = self._views(self._device_image)
+        self.counted = self._layout.counted(self._device_image)  # rows that are not copies
         self._rows = _fields(self.image, *_EACH_ROW, *turns)
         self._window_rows = [] if self.image.windows is None else _fields(self.image.windows, *WINDOW_FIELDS)
         self._lens, state_lens = self.image.seq_lens.numpy(), self.image.state_lens
@@ -127,4 +127,4 @@ class GraphInputs:
 
     def send(self) -> None:
         """The image to the GPU, in a graph at every replay."""
-        to_gpu(self._host, self._there)
+        to_gpu(self._host, self._device_image)

@@ -60,7 +60,7 @@ class GraphPool:
     # -- `step.path.Facts` ---
 
     def sees(self, step: ForwardBatch) -> bool:
-        return step.seen is not None
+        return step.image_rows is not None
 
     def decode_graph(self, step: ForwardBatch) -> DecodeGraph | None:
         rows = step.seq_lens.shape[0]

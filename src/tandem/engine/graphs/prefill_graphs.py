@@ -48,8 +48,8 @@ class ChunkInputs:
         self._host = torch.zeros(layout.nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.image = layout.batch(self._host)
         self.image.query_starts[1:] = rows
-        self._there = self._host.to(device, copy=True)
-        self.batch = layout.batch(self._there)
+        self._device_image = self._host.to(device, copy=True)
+        self.batch = layout.batch(self._device_image)
 
     @property
     def rows(self) -> int:
@@ -71,7 +71,7 @@ class ChunkInputs:
         image.logits_rows[logits_count:] = 0
 
     def send(self) -> None:
-        to_gpu(self._host, self._there)
+        to_gpu(self._host, self._device_image)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ class StepLists:
     """The first rank's side."""
 
     def __init__(self) -> None:
-        self._said: dict[Sequence, _SentState] = {}
+        self._sent: dict[Sequence, _SentState] = {}
         self._copies: list[tuple[int, int]] = []
         self._steps = self._sequences = 0
 
@@ -40,18 +40,18 @@ class StepLists:
 
     def of(self, chunks: Several[Chunk], **more: Any) -> StepList:
         """more: further fields of `StepList`."""
-        ended = [self._said.pop(s).number for s in list(self._said) if s.status is Status.FINISHED]
+        ended = [self._sent.pop(s).number for s in list(self._sent) if s.status is Status.FINISHED]
         self._steps += 1
         copies, self._copies = self._copies, []
         return StepList(self._steps, [self._rows(chunk) for chunk in chunks], ended, copies, **more)
 
     def _rows(self, chunk: Chunk) -> SentRows:
         sequence = chunk.sequence
-        if sequence not in self._said:
+        if sequence not in self._sent:
             self._sequences += 1
             none = np.full_like(sequence.page_table, -1)
-            self._said[sequence] = _SentState(self._sequences, none, none.copy())
-        number, pages, windows = self._said[sequence]
+            self._sent[sequence] = _SentState(self._sequences, none, none.copy())
+        number, pages, windows = self._sent[sequence]
         held = sequence.num_pages
         return SentRows(
             number, sequence.computed_len, chunk.tokens, chunk.logits, sequence.slot, held,

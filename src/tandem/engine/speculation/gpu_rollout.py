@@ -61,13 +61,14 @@ class BlockRollout:
         self._drafts, device = drafts, drafts.handoff.device
         self.inputs, pinned = RolloutInputs(shape, device), device.type == "cuda"
         sizes = shape.draft_tokens, shape.sequences
-        self.found = torch.zeros(sizes, dtype=torch.int64, pin_memory=pinned)
+        self.tokens = torch.zeros(sizes, dtype=torch.int64, pin_memory=pinned)
         self.confidences = torch.zeros(sizes, pin_memory=pinned)
         self.next: Callable[[], None] | None = None
 
     def first(self) -> None:
         self.inputs.send()
-        for source, to in zip(self._drafts.run(None, self.inputs.first()), (self.found, self.confidences), strict=True):
+        proposed = self._drafts.run(None, self.inputs.first())
+        for source, to in zip(proposed, (self.tokens, self.confidences), strict=True):
             to.copy_(source[:, : len(to)].T.contiguous(), non_blocking=True)
 
 
@@ -78,11 +79,11 @@ class Rollout:
         self._drafts, device = drafts, drafts.handoff.device
         self.inputs = RolloutInputs(shape, device)
         self._pass = torch.zeros(1, dtype=torch.int64, device=device)
-        self._found = torch.zeros(shape.draft_tokens, shape.sequences, dtype=torch.int64, device=device)
-        self._ids, self._positions, self._owners = (torch.zeros_like(self._found[0]) for _ in range(3))
+        self._tokens = torch.zeros(shape.draft_tokens, shape.sequences, dtype=torch.int64, device=device)
+        self._ids, self._positions, self._owners = (torch.zeros_like(self._tokens[0]) for _ in range(3))
         self._hidden: Tensor | None = None
         pinned = device.type == "cuda"
-        self.found = torch.zeros(self._found.shape, dtype=torch.int64, pin_memory=pinned)  # [guesses, sequences]
+        self.tokens = torch.zeros(self._tokens.shape, dtype=torch.int64, pin_memory=pinned)  # [guesses, sequences]
         self.confidences: Tensor | None = None
 
     def first(self) -> None:
@@ -113,8 +114,8 @@ class Rollout:
         assert self._hidden is not None
         self._ids.copy_(tokens)
         self._hidden.copy_(x)
-        self._found.index_copy_(0, self._pass, tokens[None])
-        self.found.copy_(self._found, non_blocking=True)
+        self._tokens.index_copy_(0, self._pass, tokens[None])
+        self.tokens.copy_(self._tokens, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +187,7 @@ class GpuRollouts:
         self._end.mark()
         self._end.wait()
         self._handoff.check()
-        draft_tokens = chain.found.T.tolist()
+        draft_tokens = chain.tokens.T.tolist()
         self.confidences = () if chain.confidences is None else chain.confidences.T.tolist()
         return [tokens[:width] for tokens, width in zip(draft_tokens, widths, strict=False)]
 

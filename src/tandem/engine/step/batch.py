@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.sequence import Chunk, Sequence
-from tandem.engine.vision.sequence_images import seen_of, turns_of
+from tandem.engine.vision.sequence_images import image_rows_of, turns_of
 from tandem.models.batch import ForwardBatch, ImageRowBatch
 
 
@@ -251,7 +251,7 @@ class BatchArrays:
             "num_verified": self._num_verified.first(sequences) if folds and not self._row_per_sequence else None,
         }
         if self._images_from and (turns := turns_of(chunks)) is not None:
-            tensors |= {"turns": turns, "seen": seen_of(chunks, turns, self._images_from)}
+            tensors |= {"turns": turns, "image_rows": image_rows_of(chunks, turns, self._images_from)}
         windows = {"cache_slots": others[0].slots(row), "block_tables": others[0].tables} if others else None
         single = sequences if by_row else sum(1 for _ in takewhile(lambda c: c.length == 1, chunks))
         return forward_batch(tensors, windows, single_rows=single)
@@ -350,12 +350,12 @@ def moved(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
 
     tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
     copies: dict[str, Any] = {name: to_device(tensor) for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
-    copies["seen"] = None if batch.seen is None else seen_on(batch.seen, device)
+    copies["image_rows"] = None if batch.image_rows is None else image_rows_on(batch.image_rows, device)
     copies["windows"] = None if batch.windows is None else moved(batch.windows, device)
     return replace(batch, **copies)
 
 
-def seen_on(images: ImageRowBatch, device: torch.device) -> ImageRowBatch:
+def image_rows_on(images: ImageRowBatch, device: torch.device) -> ImageRowBatch:
     """A copy, where it is not there yet."""
     rows, features, places = (tensor.to(device) for tensor in (images.rows, images.features, images.places))
     return ImageRowBatch(rows, features, places, images.first)

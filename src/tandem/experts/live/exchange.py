@@ -99,7 +99,7 @@ class _Batch(NamedTuple):
     turn: _core.ExchangeTurn
     exchanges: list[Exchange]
     buffers: list[int]  # addresses on the GPU
-    gone: set[int]  # of these, what has failed
+    failed: set[int]  # of these, what has failed
 
 
 def _nobody(work: _core.Meanwhile) -> None:
@@ -117,12 +117,12 @@ class LiveExchange:
         copies: ExchangeCopies,
         bytes_at_once: int,
         buffers: int | None = None,
-        meanwhile: Meanwhile = _nobody,
+        between_answers: Meanwhile = _nobody,
         tail_seconds: float = TAIL_SECONDS,
     ) -> None:
-        self._tables, self._copies, self.meanwhile = tables, copies, meanwhile
+        self._tables, self._copies, self.between_answers = tables, copies, between_answers
         self._tail_seconds = tail_seconds
-        self._sides, self._kept = _moving(layers), list(layers)
+        self._sides, self._layers = _moving(layers), list(layers)
         sizes = [layer.gpu.bytes_per_expert if layer else 0 for layer in layers]
         self._bytes = [2 * size for size in sizes]  # of an exchange
         self._bytes_at_once, self._budget = bytes_at_once, 0
@@ -134,7 +134,7 @@ class LiveExchange:
         self._queue: deque[Exchange] = deque()
         self._batch: _Batch | None = None
         self._busy: set[int] = set()  # layers that have a move under way
-        self._moved, self._seconds, self._late = 0, 0.0, 0.0  # of batches that have ended
+        self._moved, self._seconds, self._overrun = 0, 0.0, 0.0  # of batches that have ended
         # The first copy of its kind may load code, which the driver waits for: not while a step waits for this thread.
         copies.in_order(self._free[0], self._free[-1], largest)
         copies.follow()
@@ -171,7 +171,7 @@ class LiveExchange:
     @property
     def late_seconds(self) -> float:
         """Seconds of `beside_seconds` that pieces took beyond their time: the GPU may have waited for that."""
-        return self._late + (self._batch.turn.late_seconds if self._batch else 0.0)
+        return self._overrun + (self._batch.turn.late_seconds if self._batch else 0.0)
 
     def add(self, exchanges: Iterable[Exchange]) -> None:
         self._queue.extend(exchanges)
@@ -203,7 +203,7 @@ class LiveExchange:
     def begin(self) -> None:
         """A step was started: has the batch go on while that runs."""
         if self._batch is not None:
-            self.meanwhile(self._batch.turn)
+            self.between_answers(self._batch.turn)
 
     def _next(self) -> tuple[list[Exchange], list[int]]:
         """Exchanges and a buffer for each; others wait for their layer's that is under way."""
@@ -245,7 +245,7 @@ class LiveExchange:
             if fate == "done":
                 _log.error("MoE layer %d: %s", exchange.layer, why)
                 continue
-            batch.gone.add(index)
+            batch.failed.add(index)
             self._busy.discard(exchange.layer)
             if not keeps_buffer:
                 self._free.append(batch.buffers[index])
@@ -254,10 +254,10 @@ class LiveExchange:
     def _close(self, batch: _Batch, outcome: ExchangeOutcome) -> None:
         self._moved += batch.turn.bytes_given
         self._seconds += batch.turn.seconds
-        self._late += batch.turn.late_seconds
+        self._overrun += batch.turn.late_seconds
         self._batch = None
         for index, exchange in enumerate(batch.exchanges):
-            if index not in batch.gone:
+            if index not in batch.failed:
                 outcome.done.append(exchange)
                 self._free.append(batch.buffers[index])
                 self._busy.discard(exchange.layer)

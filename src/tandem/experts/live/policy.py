@@ -141,7 +141,7 @@ class LivePolicy:
         return [virtual.look(reads, steps, self.cost) for virtual in self._virtual]
 
     def looked(self) -> None:
-        """Before `wanted`."""
+        """Before `next_exchanges`."""
         if not self._looks:
             return
         self._looks, moved = False, 0
@@ -213,7 +213,7 @@ class LivePolicy:
         earned = self.settings.spends * self._reads / max(self.cost, 1e-9)
         self._credit = min(self._credit + earned, float(len(self._home)))
 
-    def wanted(self) -> list[Exchange]:
+    def next_exchanges(self) -> list[Exchange]:
         """Exchanges to make now, most worthwhile first; each is under way until `done` or `dropped`."""
         room = int(min(self._allowance, self._credit))
         if room == 0 or not self._may.any():

@@ -159,7 +159,7 @@ class ExpertStream:
         width = max(layer.cpu.num_experts for layer in layers if layer)
         self._tables = KeyTables(len(layers), width, device)
         self._order = TransferOrder(layers)
-        self._asked: PendingCounts | None = None  # after the last step in which experts travelled
+        self._pending_counts: PendingCounts | None = None  # after the last step in which experts travelled
         self.deliveries = Transfers(layers, ring, bus, device)
         self.holds_layers = ring.holds(max(layer.cpu_slots for layer in layers if layer is not None))
         """Whether the ring holds all that a layer waits for, and the bus can go on meanwhile."""
@@ -209,10 +209,10 @@ class ExpertStream:
     def _reorder(self) -> None:
         """By what the step before has counted, which the GPU has told."""
         self._tables.look(self._layers, self._followed.moves())
-        if self._asked is None:
+        if self._pending_counts is None:
             return
-        self._order.learn(self._asked.tokens(), self._tables.cpu_slots)
-        self._asked, self.rates.left = None, self._order.left
+        self._order.learn(self._pending_counts.tokens(), self._tables.cpu_slots)
+        self._pending_counts, self.rates.left = None, self._order.left
 
     def may_split(self, rows: int) -> bool:
         """Whether `splits` may say so later."""
@@ -252,7 +252,7 @@ class ExpertStream:
 
     def _parts(self, index: int, layer: StreamedLayer) -> list[ExpertGroup]:
         numbers = self.deliveries.of(index)
-        if self._cuts is None and (not numbers or numbers[0] != self.deliveries.taken):
+        if self._cuts is None and (not numbers or numbers[0] != self.deliveries.released):
             raise EngineError(f"layer {index} is not the one whose experts have been sent")
         return [self._part(i, i - numbers[0], layer) for i in numbers]
 
@@ -269,7 +269,7 @@ class ExpertStream:
     def _read(self, number: int) -> None:
         self.deliveries.read(number)
         if self.deliveries.ended and self._followed.ask is not None:
-            self._asked = self._followed.ask()  # every layer has routed its rows
+            self._pending_counts = self._followed.ask()  # every layer has routed its rows
 
     # -- what the host does around a layer's experts: at once, or at each replay of graphs that end there ---
 

@@ -23,8 +23,8 @@ class TransferOrder:
 
     def __init__(self, layers: Sequence[StreamableLayer | None]) -> None:
         self._layers = layers
-        self._seen: npt.NDArray[np.int64] | None = None
-        self._lately: Shares | None = None  # [layers, experts]: of a layer's rows
+        self._last_tokens: npt.NDArray[np.int64] | None = None
+        self._recent_shares: Shares | None = None  # [layers, experts]: of a layer's rows
         self._best = [np.arange(0 if layer is None else layer.cpu_slots, dtype=np.int32) for layer in layers]
         self._arranged: dict[int, int] = {}  # for so many that travel
         self.left: list[float] | None = None
@@ -35,14 +35,14 @@ class TransferOrder:
         """tokens [layers, experts]: rows of each since the start, modulo 2^32; slots [layers, experts]: where each is
         in CPU memory, or -1."""
         counts = tokens.astype(np.int64)
-        new = counts if self._seen is None else (counts - self._seen) % (1 << 32)
-        self._seen = counts
+        new = counts if self._last_tokens is None else (counts - self._last_tokens) % (1 << 32)
+        self._last_tokens = counts
         if not new.any():
             return
-        shares, previous = new / np.maximum(1, new.sum(1, keepdims=True)), self._lately
+        shares, previous = new / np.maximum(1, new.sum(1, keepdims=True)), self._recent_shares
         if previous is not None:
             shares = np.where(new.any(1, keepdims=True), NEWEST * shares + (1 - NEWEST) * previous, previous)
-        self._lately = shares
+        self._recent_shares = shares
         self._renew(cpu_slots)
 
     def arranged(self, layer: int, count: int) -> CpuSlots | None:
@@ -73,8 +73,8 @@ class TransferOrder:
 
     def _of_slots(self, index: int, cpu_slots: CpuSlots, count: int) -> Shares:
         """Share of the layer's rows that each place's expert had, [count]."""
-        assert self._lately is not None
-        shares = self._lately[index]
+        assert self._recent_shares is not None
+        shares = self._recent_shares[index]
         of_slot, experts = np.zeros(count), np.flatnonzero(cpu_slots[: len(shares)] >= 0)
         of_slot[cpu_slots[experts]] = shares[experts]
         return of_slot

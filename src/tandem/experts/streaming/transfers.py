@@ -57,7 +57,7 @@ class Transfers:
         self._list: list[_Transfer] = []
         self._of: dict[int, range] = {}
         self._counts: Mapping[int, int] = {}
-        self._given = self.taken = 0
+        self._begun = self.released = 0
         self.bytes = 0  # since the start
 
     def begin(self, counts: Mapping[int, int], whole: bool) -> None:
@@ -71,19 +71,19 @@ class Transfers:
             count = _of(self._layers, layer).cpu_slots if whole else count
             self._list += [_Transfer(layer, i, min(each, count - i)) for i in range(0, count, each)]
             self._of[layer] = range(first, len(self._list))
-        self._given = self.taken = 0
+        self._begun = self.released = 0
         for _ in range(self._ring.parts):
             self._give()
 
     @property
     def failed(self) -> bool:
         """Whether the step has not taken what was given for it."""
-        return self.taken < self._given
+        return self.released < self._begun
 
     @property
     def ended(self) -> bool:
         """Whether the step has taken all."""
-        return self.taken == len(self._list)
+        return self.released == len(self._list)
 
     def reorder(self, layer: int, cpu_slots: npt.NDArray[np.int32]) -> None:
         """Its slots travel in this order, in the next step."""
@@ -109,7 +109,7 @@ class Transfers:
     def read(self, number: int) -> None:
         """The GPU was given all that reads it. Gives the next one's copies."""
         self._free[number % self._ring.parts] = self._bus.computing_given()
-        self.taken += 1
+        self.released += 1
         self._give()
 
     def copied_gbps(self) -> float:
@@ -123,11 +123,11 @@ class Transfers:
         return total / (perf_counter() - started) / 1e9
 
     def _give(self) -> None:
-        if self._given == len(self._list):
+        if self._begun == len(self._list):
             return
-        delivery, turn = self._list[self._given], self._given % self._ring.parts
+        delivery, turn = self._list[self._begun], self._begun % self._ring.parts
         remaining = max(0, self._counts[delivery.layer] - delivery.first)
-        self._given += 1
+        self._begun += 1
         self._bus.copy_after(self._free[turn])
         to = self._memory.data_ptr() + turn * self._ring.part_bytes
         for source, target, nbytes in self._runs_of(replace(delivery, count=min(remaining, delivery.count))):

@@ -35,12 +35,12 @@ def _until_made(masks, rows, most, OVERLAP: tl.constexpr):
     address = tl.load(masks + rows)
     if address != 0:
         word = address.to(tl.pointer_type(tl.int32))
-        made = tl.load(word, volatile=True)
+        stamp = tl.load(word, volatile=True)
         polls = 0
-        while (made == 0) & (polls < most):
-            made = tl.load(word, volatile=True)
+        while (stamp == 0) & (polls < most):
+            stamp = tl.load(word, volatile=True)
             polls += 1
-        if made == 0:
+        if stamp == 0:
             tl.store(word + 2, 1)  # words are int64
 
 

@@ -32,13 +32,13 @@ class PartialSums:
     values: Tensor
     slots: Tensor | None
 
-    def combined(self, elsewhere: Tensor | None = None) -> Tensor:
+    def combined(self, addend: Tensor | None = None) -> Tensor:
         """The sum over each token's experts, plus what other places computed: bfloat16 [T, hidden]."""
-        if self.slots is None and elsewhere is None:
+        if self.slots is None and addend is None:
             return self.values.to(torch.bfloat16)
         rows = len(self.values) if self.slots is None else len(self.slots)
         out = self.values.new_empty((rows, self.values.shape[1]), dtype=torch.bfloat16)
-        return expert_rows.combine(self.values, self.slots, out, elsewhere)
+        return expert_rows.combine(self.values, self.slots, out, addend)
 
 
 @dataclass(slots=True)

@@ -51,8 +51,8 @@ def _after_norm(x, residual, addend, gate, norm, weight, bias, out, stream, norm
     """All weights at once. Every program norms the row by itself; the first keeps it."""
     n, k = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, STEP)
     inside = k < depth
-    there = (n < columns)[:, None] & inside[None, :]
-    w = tl.load(weight + n[:, None].to(tl.int64) * depth + k[None, :], there, other=0.0)
+    inside_rows = (n < columns)[:, None] & inside[None, :]
+    w = tl.load(weight + n[:, None].to(tl.int64) * depth + k[None, :], inside_rows, other=0.0)
     by = tl.load(norm + k, inside, other=0.0)
     begin(OVERLAP)
     kind: tl.constexpr = x.dtype.element_ty

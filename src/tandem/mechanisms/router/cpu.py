@@ -35,7 +35,7 @@ class CpuRoute:
             self._rules[shared] = _rule(self._router, shared)
         shape = (logits.shape[0], self._router.top_k + shared)
         ids, weights = logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape)
-        counted = () if tally is None else (tally.tokens, tally.seen, tally.chosen)
+        counted = () if tally is None else (tally.tokens, tally.used, tally.chosen)
         self._dense.route(self._rules[shared], logits, bias, ids, weights, *counted)
         return Routing(ids, weights, None if slot_of is None else slot_of[ids])
 

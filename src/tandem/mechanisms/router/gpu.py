@@ -152,7 +152,7 @@ def _counted(tally: ExpertCounts | None, unused: Tensor) -> tuple[Tensor, Tensor
         return unused, unused, unused
     if tally.rows is None or tally.tokens.dtype != torch.int32:
         raise KernelError("on a GPU a tally is int32 and says how many rows count")
-    return tally.tokens, tally.seen, tally.rows
+    return tally.tokens, tally.used, tally.rows
 
 
 def bound(ops: object, router: Router) -> Route:

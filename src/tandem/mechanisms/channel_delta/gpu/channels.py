@@ -76,13 +76,13 @@ def keyed(mixed: Tensor, gates: ChannelGates, weights: ChannelWeights) -> Recurr
     return tokens
 
 
-def normed(seen: Tensor, behind: Tensor, copied: Tensor | None, weights: ChannelWeights) -> Tensor:
+def normed(answers: Tensor, behind: Tensor, copied: Tensor | None, weights: ChannelWeights) -> Tensor:
     """As `channel_result`. copied: of which row each has the result, where rows may fill up a graph."""
-    rows, heads, dim = seen.shape
+    rows, heads, dim = answers.shape
     out, pairs = behind.new_empty((rows, heads * dim)), rows * heads
     _normed[(triton.cdiv(pairs, PAIRS),)](
-        seen, behind.contiguous(), weights.norm, seen if copied is None else copied, out, pairs, weights.eps,
+        answers, behind.contiguous(), weights.norm, answers if copied is None else copied, out, pairs, weights.eps,
         HEADS=heads, DIM=dim, DB=triton.next_power_of_2(dim), PAIRS=PAIRS, COPIES=copied is not None, num_warps=4,
-        **overlapped(seen.device),
+        **overlapped(answers.device),
     )  # fmt: skip
     return out

@@ -172,7 +172,7 @@ def _compress(input_ring, fresh, bias, norm, pages, index_bias, index_norm, inde
 
 def append_rows(
     p: Projected, rows: StepRows, shape: CompressedAttention, weights: CompressedWeights, ring: Tensor,
-    kept: Tensor | None,
+    input_ring: Tensor | None,
 ) -> IndexQueryRows:
     """Turns queries in place; key and inputs go into their rings."""
     compression, count = shape.compression, len(p.q)
@@ -189,10 +189,10 @@ def append_rows(
     if p.index_q is not None and p.index_weights is not None:
         index_q, index_weights = p.index_q, p.index_weights
     _append_rows[(shape.heads + 2 + heads, count)](
-        p.q, p.kv, inputs, index_q, index_weights, ring, ring if kept is None else kept, *entered,
+        p.q, p.kv, inputs, index_q, index_weights, ring, ring if input_ring is None else input_ring, *entered,
         weights.cos, weights.sin, rows.positions, rows.slots, inputs.stride(0), index_weights.stride(0),
-        ring.stride(0), 0 if kept is None else kept.stride(0), HEADS=shape.heads, DIM=shape.dim,
-        RING=ring.shape[1], INPUTS=size, KEPT=1 if kept is None else kept.shape[1], INDEX_HEADS=heads,
+        ring.stride(0), 0 if input_ring is None else input_ring.stride(0), HEADS=shape.heads, DIM=shape.dim,
+        RING=ring.shape[1], INPUTS=size, KEPT=1 if input_ring is None else input_ring.shape[1], INDEX_HEADS=heads,
         INDEX_DIM=dim, PAIRS=weights.cos.shape[1], BLOCK=triton.next_power_of_2(shape.dim // 2),
         INDEX_BLOCK=triton.next_power_of_2(dim // 2), INPUTS_BLOCK=triton.next_power_of_2(max(1, size)),
         HEADS_BLOCK=triton.next_power_of_2(max(1, heads)), num_warps=2, **overlapped(p.q.device),
@@ -205,7 +205,7 @@ def compress(
     shape: CompressedAttention,
     compression: Compression,
     weights: CompressedWeights,
-    kept: Tensor,
+    input_ring: Tensor,
     pages: tuple[Tensor, ...],
     arrived: Tensor,
     fresh: Tensor | None = None,
@@ -217,13 +217,13 @@ def compress(
     tokens, index_size = triton.next_power_of_2(compression.rows), more[0] if more else 0
     channels = max(LEAST_CHANNELS, ELEMENTS // tokens)
     own, index = weights.compressions[0], weights.compressions[-1]
-    sums = kept.new_empty((count, size + index_size), dtype=torch.float32)
+    sums = input_ring.new_empty((count, size + index_size), dtype=torch.float32)
     _compress[((triton.cdiv(size, channels) + triton.cdiv(index_size, channels)) * count,)](
-        kept, kept if fresh is None else fresh, *own, pages[0], *index, pages[-1], sums, arrived, weights.cos,
-        weights.sin, rows.positions, rows.sequence, rows.slots, rows.begins, rows.first, rows.cache_slots, shape.eps,
-        kept.stride(0), INPUTS=kept.shape[2], KEPT=kept.shape[1], SIZE=size, INDEX_SIZE=index_size,
-        SERIES=compression.series, STRIDE=compression.stride, PAIRS=weights.cos.shape[1], TOKENS=tokens,
-        CHANNELS=channels, BLOCK=triton.next_power_of_2(size // 2),
+        input_ring, input_ring if fresh is None else fresh, *own, pages[0], *index, pages[-1], sums, arrived,
+        weights.cos, weights.sin, rows.positions, rows.sequence, rows.slots, rows.begins, rows.first, rows.cache_slots,
+        shape.eps, input_ring.stride(0), INPUTS=input_ring.shape[2], KEPT=input_ring.shape[1], SIZE=size,
+        INDEX_SIZE=index_size, SERIES=compression.series, STRIDE=compression.stride, PAIRS=weights.cos.shape[1],
+        TOKENS=tokens, CHANNELS=channels, BLOCK=triton.next_power_of_2(size // 2),
         INDEX_BLOCK=triton.next_power_of_2(max(2, index_size) // 2), SINGLE=fresh is None, num_warps=4,
-        **overlapped(kept.device),
+        **overlapped(input_ring.device),
     )  # fmt: skip

@@ -110,7 +110,7 @@ def _attend_rows(q, new, ring, entries, chosen, tables, positions, sequences, sl
 
 def attend_rows(
     q: Tensor, new: Tensor, rows: StepRows, shape: CompressedAttention, weights: CompressedWeights, ring: Tensor,
-    seen: EntriesSeen | None,
+    visible: EntriesSeen | None,
 ) -> Tensor:  # fmt: skip
     """q [T, H * D] and new [T, D], turned; the ring is as it was before these rows -> [T, H, D], not turned back."""
     count, heads, dim = len(q), shape.heads, shape.dim
@@ -118,13 +118,13 @@ def attend_rows(
     block = max(FEW_HEADS, min(WIDE_HEADS if many else FEW_HEADS, triton.next_power_of_2(heads)))
     keys = WIDE_KEYS if block > FEW_HEADS else FEW_KEYS
     out = q.new_empty((count, heads, dim))
-    entries, chosen = (ring, None) if seen is None else (seen.pages, seen.chosen)
+    entries, chosen = (ring, None) if visible is None else (visible.pages, visible.chosen)
     _attend_rows[(triton.cdiv(heads, block) * count,)](
         q, new, ring, entries, rows.tables if chosen is None else chosen, rows.tables, rows.positions, rows.sequence,
-        rows.slots, rows.begins, rows.first, weights.sinks, out, shape.scale, 0 if seen is None else seen.most,
+        rows.slots, rows.begins, rows.first, weights.sinks, out, shape.scale, 0 if visible is None else visible.most,
         rows.tables.shape[1], ring.stride(0), WINDOW=shape.window, RING=ring.shape[1],
-        STRIDE=1 if seen is None else seen.stride, PAGE=entries.shape[1], CHOSEN=chosen is not None,
-        POOLED=seen is not None, HEADS=heads, DIM=dim, BLOCK=block, KEYS=keys,
+        STRIDE=1 if visible is None else visible.stride, PAGE=entries.shape[1], CHOSEN=chosen is not None,
+        POOLED=visible is not None, HEADS=heads, DIM=dim, BLOCK=block, KEYS=keys,
         WIDE=max(16, triton.next_power_of_2(dim)), PRECISION=precision(q), num_warps=8 if block > FEW_HEADS else 4,
         num_stages=STAGES, **overlapped(q.device),
     )  # fmt: skip

@@ -93,7 +93,7 @@ def answered(tokens: RecurrentTokens, batch: KernelBatch, memory: Tensor) -> Ten
 
 def way_of(tokens: RecurrentTokens) -> Callable[[RecurrentTokens, KernelBatch, int, Tensor, Tensor], None] | None:
     """How prompts' rows go in chunks, all sequences from one on; None: there is no code for it."""
-    if tokens.asked.shape[2] > MOST_KEYS:
+    if tokens.queries.shape[2] > MOST_KEYS:
         return None
     if tokens.beta is not None:
         return correct
