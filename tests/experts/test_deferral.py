@@ -254,7 +254,7 @@ def plainly(path: Path, most: int, rows: int, dtype: str) -> Tensor:
 def through_the_mailbox(path: Path, most: int, rows: int, steps: int = 1) -> Tensor:
     """The same step `steps` times; the last one's logits, bfloat16."""
     config, ops = load_config(path), CpuOps(_core.WorkerPool([-1, -1]), "scalar")
-    sizes = HandoffSizes(rows, rows, config.hidden, config.moe.router.top_k, late=True)
+    sizes = HandoffSizes(rows, rows, config.hidden, config.moe.router.top_k, deferred=True)
     handoff, layers = Handoff(sizes, torch.device("cpu"), 20.0), list[HybridExperts]()
     model = build(config, plan("bfloat16"), open_checkpoint(path), ops, None, AllOnCpu(ops, handoff, layers))
     handoff._mailbox = mailbox = PlayedMailbox(sizes, list(handoff.layers))

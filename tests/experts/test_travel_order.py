@@ -14,7 +14,7 @@ from tandem.experts.streaming.transfer_order import GRID, TransferOrder
 class Layer:
     """Of four experts, some of whom are in CPU memory."""
 
-    places: int
+    cpu_slots: int
     first_key: int = 0
 
     def expert_cpu_slots(self) -> list[int]:

@@ -31,7 +31,7 @@ ROWS, PAGE = 3, 16
 class ListeningExperts:
     """Takes hints, as those of a GPU do inside graphs, and notes what was hinted and what was asked."""
 
-    places = None
+    slot_of = None
 
     def __init__(self, experts: RoutedExperts, heard: list[tuple[str, Tensor]], listens: bool = True) -> None:
         self._experts, self.heard, self.listens = experts, heard, listens

@@ -84,9 +84,9 @@ def made(
     layers: list[Layer],
     copies: FakeCopies,
     budget: int = PLENTY,
-    stages: int = 2,
+    buffers: int = 2,
     tables: FakeTables | None = None,
 ) -> LiveExchange:
     copies.tables = tables or FakeTables([layer.gpu for layer in layers])
     sides = [LiveLayer(layer.gpu, layer.cpu) for layer in layers]
-    return LiveExchange(sides, copies.tables, copies, budget, stages, at_once, tail_seconds=PATIENCE)
+    return LiveExchange(sides, copies.tables, copies, budget, buffers, at_once, tail_seconds=PATIENCE)
