@@ -105,8 +105,8 @@ def _run(model_type: str, path: Path) -> tuple[str, str, float]:
     config = load_model_config(path)
     if config.foreign is None:
         return "native", "", worst(ours(Session(path)), wanted(_whole))
-    if config.foreign.alone:
-        return "alone", config.foreign.alone, worst(_one_by_one(Session(path)), wanted(_pieces))
+    if config.foreign.why_single:
+        return "alone", config.foreign.why_single, worst(_one_by_one(Session(path)), wanted(_pieces))
     return "paged", "", worst(ours(Session(path)), wanted(_whole))
 
 

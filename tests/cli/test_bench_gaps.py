@@ -58,9 +58,10 @@ def request(url: str, wanted: GapLoad) -> rows.GapFlags:
 
 
 def test_a_gap_is_beside_a_prompt_if_it_overlaps_it() -> None:
-    found = GapFigures(answers=[answer(1, 2, 3, 5, 6), answer(4, 9)], beside=[LongPrompt(3.5, 4.5), LongPrompt(7, 8)])
+    prompts = [LongPrompt(3.5, 4.5), LongPrompt(7, 8)]
+    found = GapFigures(answers=[answer(1, 2, 3, 5, 6), answer(4, 9)], loaded_prompts=prompts)
     assert found.idle_gaps() == [Gap(1, 2), Gap(2, 3)]
-    assert found.gaps_beside() == [Gap(3, 5), Gap(4, 9)]
+    assert found.loaded_gaps() == [Gap(3, 5), Gap(4, 9)]
     assert (
         list(GapFigures(answers=[answer(1, 2)]).gaps()) == [Gap(1, 2)] == GapFigures(answers=[answer(1, 2)]).idle_gaps()
     )
@@ -83,9 +84,9 @@ def test_long_prompts_begin_differently(tokens: int) -> None:
 def test_a_row_says_medians_and_the_longest() -> None:
     ticks = [0.01 * i for i in range(101)]
     found = GapFigures(
-        alone=[LongPrompt(0, 1), LongPrompt(0, 2), LongPrompt(0, 4)],
+        idle_prompts=[LongPrompt(0, 1), LongPrompt(0, 2), LongPrompt(0, 4)],
         answers=[answer(*ticks, 1.1, 1.9)],
-        beside=[LongPrompt(1.05, 6.05)],
+        loaded_prompts=[LongPrompt(1.05, 6.05)],
     )
     row = rows.row_of(request("http://x", GapLoad(1000)), "echo", found, 0.5)
     assert row["idle_p50_ms"] == pytest.approx(10, abs=0.01) and row["idle_gaps"] == 100

@@ -148,14 +148,14 @@ def test_memory_is_read_where_experts_lie() -> None:
     """All of it, of each memory node, some layers at a time; and a buffer of its own, to its last KiB."""
     pool = _core.WorkerPool([-1, -1], 20, [0, 1])
     layers = packed_layers(ExpertShape("s", 256, 128, 2, 2), "f32", "scalar", pool, 3)
-    assert all(len(layer.all_places()) == 2 for layer in layers)
+    assert all(len(layer.all_cpu_slots()) == 2 for layer in layers)
     held = sum(layer.loaded * layer.bytes_per_expert for layer in layers)
-    assert sum(each.bytes for layer in layers for each in layer.all_places()) == held
+    assert sum(each.bytes for layer in layers for each in layer.all_cpu_slots()) == held
     dense, data = _core.DenseOps(pool, "scalar"), torch.empty(3 * 1024 * 256)
     dense.fill_memory(data, 0.5)
     assert dense.read_memory(data) == data.sum() == len(data) / 2
     whole = torch.cat([layer.packed(expert) for layer in layers for expert in range(2)])
-    of_node = [list(ranges) for ranges in zip(*(layer.all_places() for layer in layers), strict=True)]
+    of_node = [list(ranges) for ranges in zip(*(layer.all_cpu_slots() for layer in layers), strict=True)]
     expected = whole.view(torch.float32).sum().item()
     assert dense.read_ranges(of_node) == pytest.approx(expected, abs=1e-2) and abs(expected) > 0.1
     assert DramReader.of(layers, pool, "scalar").mean_gbps(0.0) > 0

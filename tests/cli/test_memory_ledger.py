@@ -91,9 +91,9 @@ def test_dense_codes_take_what_is_planned(hidden: int, fmt: str) -> None:
 @pytest.mark.parametrize("late", [False, True])
 def test_what_the_handoff_pins_is_planned(late: bool) -> None:
     config, sizes = qwen3(2048, 768), HandoffSizes(16, 300, 2048, 8, late)
-    share = HostShare(10, 1000, 3, step_tokens=300, graph_sizes=(4, 16), pages=0, top_k=8, live=True, late=late)
+    share = HostShare(10, 1000, 3, step_tokens=300, graph_sizes=(4, 16), pages=0, top_k=8, live=True, deferred=late)
     host, copies = host_memory(config, share), EagerCopies(sizes, torch.device("cpu"))
-    pinned = [t for t in vars(copies).values() if isinstance(t, torch.Tensor) and t is not copies._there]
+    pinned = [t for t in vars(copies).values() if isinstance(t, torch.Tensor) and t is not copies._device_rows]
     mailbox = _core.mailbox_offsets(sizes.mailbox_tokens, sizes.hidden, sizes.top_k, late)[-1]
     assert host.handoff == sum(pinned_bytes(t.nbytes) for t in pinned) + pinned_bytes(mailbox)
     assert (host.experts, host.spare) == (118 * 1000, 1000)
@@ -116,7 +116,7 @@ def test_an_engine_beside_a_gpu_takes_scratch_as_planned() -> None:
     """The same parts without a GPU: what the core holds is experts and scratch, to the byte."""
     before, config = _core.buffer_bytes(), qwen3(2048, 512)
     workspace = Workspace(_core.WorkerPool([-1, -1]), "scalar")
-    layer = PackedExperts(workspace, 128, config.hidden, config.moe.experts.width, "int4", places=5)
+    layer = PackedExperts(workspace, 128, config.hidden, config.moe.experts.width, "int4", cpu_slots=5)
     weights = [torch.zeros(shape, dtype=torch.bfloat16) for shape in ((512, 2048), (512, 2048), (2048, 512))]
     layer.load(0, *weights)
     share = HostShare(123, layer.bytes_per_expert, 2, step_tokens=16, graph_sizes=(), pages=9, top_k=8)

@@ -35,7 +35,7 @@ def test_every_public_flag_is_declared_once(spelling: str) -> None:
 
 
 def test_every_field_is_a_flag_with_help() -> None:
-    names = {f.name for f in dataclasses.fields(EngineConfig)} - {"given", "former"}
+    names = {f.name for f in dataclasses.fields(EngineConfig)} - {"explicit", "former"}
     assert names == {f.name for f in FLAGS}
     assert all(f.help.endswith(".") and len(f.help) < 70 for f in FLAGS)
 
@@ -121,7 +121,7 @@ def test_fields_can_be_left_out() -> None:
     config = EngineConfig.from_args(["demo", "--kt-cpuinfer", "3", "--port", "8"]).without(
         ("kt_cpuinfer", "model")
     )
-    assert (config.model, config.kt_cpuinfer, config.port, config.given) == (
+    assert (config.model, config.kt_cpuinfer, config.port, config.explicit) == (
         "demo",
         None,
         8,

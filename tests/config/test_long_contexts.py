@@ -10,10 +10,10 @@ import torch
 from sessions import Session
 from tandem.architectures.load import config_from_dict
 from tandem.bench.architectures import named_config
+from tandem.mechanisms.compressed_attention.cost import COMPRESSED_KEY_BYTES, compressed_scratch_bytes
+from tandem.mechanisms.compressed_attention.shape import CompressedAttention
 from tandem.mechanisms.grouped_query.cost import gqa_scratch_bytes
 from tandem.mechanisms.grouped_query.shape import Gqa
-from tandem.mechanisms.shared_kv.cost import SHARED_KEY_BYTES, shared_kv_scratch_bytes
-from tandem.mechanisms.shared_kv.shape import SharedKv
 from tandem.mechanisms.streams.shape import Hyper
 from tandem.models import builder
 from tandem.spec.gpu_scratch import StepSize
@@ -56,18 +56,18 @@ def test_the_positions_are_the_least_of_layers_that_look_back(tiny_models) -> No
 
 def test_entries_of_long_contexts_are_counted() -> None:
     """Places of each sequence's entries, and a row's products with the index once they are more than a piece."""
-    kinds = {mixer for mixer in v4().mixers if isinstance(mixer, SharedKv)}
+    kinds = {mixer for mixer in v4().mixers if isinstance(mixer, CompressedAttention)}
     for shape in kinds:
-        sizes = [shared_kv_scratch_bytes(shape, StepSize(1, n, 8)) for n in (1 << 14, 1 << 17, LONG)]
-        if shape.pool is None:
+        sizes = [compressed_scratch_bytes(shape, StepSize(1, n, 8)) for n in (1 << 14, 1 << 17, LONG)]
+        if shape.compression is None:
             assert len(set(sizes)) == 1
             continue
         assert sizes[0] < sizes[1] < sizes[2]
-        entries, index = LONG // shape.pool.stride, shape.pool.index
+        entries, index = LONG // shape.compression.stride, shape.compression.index
         if index is not None:
             places = 3 * torch.empty((8, entries), dtype=torch.int64).nbytes
             products = 3 * torch.empty((1, index.heads + index.dim, entries)).nbytes
-            assert sizes[2] > 9 * SHARED_KEY_BYTES + places + products - 3 * SHARED_KEY_BYTES
+            assert sizes[2] > 9 * COMPRESSED_KEY_BYTES + places + products - 3 * COMPRESSED_KEY_BYTES
 
 
 def test_matrices_of_streams_are_counted_as_they_are_packed() -> None:

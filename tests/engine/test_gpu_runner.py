@@ -103,7 +103,7 @@ def test_rows_of_guesses_are_sequences_of_one_row() -> None:
     two[0].sequence.slot, two[1].sequence.slot = 3, 9
     two[1].sequence.tokens = two[1].sequence.tokens[:31]
     two[1].sequence.page_table = np.arange(10, 14, dtype=np.int32)
-    arrays = BatchArrays(16, 64, apart=True)
+    arrays = BatchArrays(16, 64, row_per_sequence=True)
     made = arrays.fill(two)
     assert made.input_ids.tolist() == [17, 30, 5, 6, 7] and made.positions.tolist() == [17, 30, 31, 32, 33]
     assert made.seq_lens.tolist() == [18, 31, 32, 33, 34] and made.query_starts.tolist() == [0, 1, 2, 3, 4, 5]
@@ -120,10 +120,10 @@ def test_a_batch_that_is_moved_loses_nothing() -> None:
     """Rows that are no drafts, too: a recurrent state would take drafts for tokens."""
     chunks = [chunk(17, 1), chunk(30, 4)._replace(logits=4, draft_tokens=(5, 6, 7))]
     for each in chunks:
-        each.sequence.folded_len = each.sequence.computed_len
+        each.sequence.state_len = each.sequence.computed_len
         each.sequence.window_table = np.arange(4, 8, dtype=np.int32)
     source = BatchArrays(16, 64, speculative=True, windowed=True).fill(chunks)
-    assert source.sure is not None and source.folded is not None and source.windows is not None
+    assert source.num_verified is not None and source.state_lens is not None and source.windows is not None
     copy = moved(source, torch.device("cpu"))
     for one, other in ((source, copy), (source.windowed, copy.windowed)):
         for field in dataclasses.fields(ForwardBatch):
@@ -172,8 +172,8 @@ def test_experts_move_after_wrong_guesses_are_no_longer_counted() -> None:
         runner._speculative = speculative
         runner._done(torch.zeros(4, VOCAB), torch.zeros(4, 2))
         calls.append(("done", 4))
-        runner.settled(tokens)
-        runner.settled(tokens)
+        runner.commit(tokens)
+        runner.commit(tokens)
     assert calls == [("moved", 0), ("done", 4), ("done", 4), ("moved", 0)]
 
 
@@ -182,7 +182,7 @@ def runner_on(device: str) -> GpuRunner:
     runner._graphs = GraphPool()
     runner._device, runner._live, runner._speculative = torch.device(device), None, False
     runner._model, runner._states, runner._usage = cast(Any, SimpleNamespace()), [], None
-    runner._streams, runner._feeder = Streams(torch.device("cpu"), overlap=False), None
+    runner._streams, runner._launcher = Streams(torch.device("cpu"), overlap=False), None
     runner._plan = GraphPlan((SIZE,), PAGES)
     runner._best, runner._end = BestRows(1, torch.device("cpu")), StepEnd(torch.device("cpu"))
     return runner
@@ -280,7 +280,7 @@ def test_experts_move_beside_a_step_and_nothing_that_it_sends_waits_for_them(
 def test_masks_stay_where_a_graph_reads_them_and_go_with_their_rows() -> None:
     """The best of each row, as the graph's last kernels find it from what was sent, step after step."""
     masks, logits = GraphMasks(SIZE, torch.device("cpu")), torch.randn(SIZE, VOCAB)
-    place = masks.there.data_ptr()
+    place = masks.device_addresses.data_ptr()
     for given in (
         [None, {3, 40}, None, {70}],
         [],
@@ -289,7 +289,7 @@ def test_masks_stay_where_a_graph_reads_them_and_go_with_their_rows() -> None:
         [None, None, {5}, None, {64}, {1}],
     ):
         masks.send([None if ids is None else bits_of(ids, VOCAB) for ids in given])
-        assert masks.there.data_ptr() == place
+        assert masks.device_addresses.data_ptr() == place
         wanted = [
             range(VOCAB) if ids is None else sorted(ids) for ids in (*given, *[None] * (SIZE - len(given)))
         ]
@@ -315,7 +315,7 @@ def test_a_mask_changes_where_a_graph_reads_it() -> None:
     masks, one = GraphMasks(2, torch.device("cpu")), bits_of({1}, VOCAB)
     logits = torch.zeros(2, VOCAB)
     masks.send([None, one])
-    assert masks.there[:2].tolist() == [0, one.ctypes.data]
+    assert masks.device_addresses[:2].tolist() == [0, one.ctypes.data]
     assert best_of(logits, masks)[:, 0].tolist() == [0, 1]
     one[:] = bits_of({40}, VOCAB)
     masks.send([None, one])
@@ -331,7 +331,7 @@ def test_a_mask_that_a_gpu_cannot_read_is_an_error() -> None:
 
 def word_of(masks: GraphMasks) -> int | None:
     """What a graph reads before it reads a mask; None: it does not look."""
-    address = int(masks.there[-1])
+    address = int(masks.device_addresses[-1])
     return int(ctypes.c_int32.from_address(address).value) if address else None
 
 
@@ -438,7 +438,7 @@ def test_the_log_says_once_why_prompts_are_no_graphs(caplog, why: str) -> None:
     runner = runner_on("cpu")
     runner._plan = GraphPlan((SIZE,), PAGES, prompts=(16, 32))
     runner._start = cast(Any, SimpleNamespace(
-        replayable=lambda split: why != "take turns", hold=lambda batch, split: False, release=lambda: None,
+        replayable=lambda split: why != "take turns", begin_task=lambda batch, split: False, end_task=lambda: None,
     ))  # fmt: skip
     runner._streams = cast(Any, SimpleNamespace(steps=object(), finish=lambda: None))
     pausing = SimpleNamespace(depth=1, begin=print, layer=print, logits=print)

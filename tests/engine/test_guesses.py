@@ -358,6 +358,6 @@ def test_models_that_cannot_take_rows_back_decode_one_token() -> None:
     assert speculation(config, folding_config()) is None
     [said] = speculation_notices(config, folding_config())
     assert said.startswith("--speculative-algorithm NGRAM changes nothing: part of its state holds several tokens")
-    alone = replace(MODEL, foreign=ForeignCode("{}", alone="it has a cache of its own"))
+    alone = replace(MODEL, foreign=ForeignCode("{}", why_single="it has a cache of its own"))
     [said] = speculation_notices(config, alone)
     assert speculation(config, alone) is None and "it has a cache of its own" in said

@@ -308,7 +308,7 @@ def test_what_goes_wrong_after_tokens_are_chosen_costs_no_answer(monkeypatch) ->
         if left:
             raise left.pop()
 
-    monkeypatch.setattr(engine._runner, "settled", fails)
+    monkeypatch.setattr(engine._runner, "commit", fails)
     monkeypatch.setattr(engine._runner, "after_failure", lambda: looked.append("looked"))
     outputs = run(engine, request("ends", [2, 3], max_tokens=1), request("goes on", [2, 4]))
     assert token_ids(outputs["ends", 0]) == greedy_reference([2, 3], 1)

@@ -431,7 +431,8 @@ def test_rows_that_are_sequences_of_their_own_answer_the_same(
     )  # fmt: skip
     asks = [request(name, prompt, max_tokens=30, ignore_eos=True, logprobs=3)
             for name, prompt in (("a", [7, 8, 9, 7, 8]), ("b", [40] * 20))]  # fmt: skip
-    parts, apart = engine_parts(engine), BatchArrays(engine.plan.page_size, engine.plan.max_step_tokens, apart=True)
+    parts = engine_parts(engine)
+    apart = BatchArrays(engine.plan.page_size, engine.plan.max_step_tokens, row_per_sequence=True)
     plain = Engine.from_parts(replace(parts, plan=replace(parts.plan, speculation=None)))
     expected = run(plain, *asks)
     answers = {key: token_ids(outputs) for key, outputs in expected.items()}

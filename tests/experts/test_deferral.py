@@ -177,7 +177,7 @@ class PlayedMailbox(module.Mailbox):
     """The kernels, as the thread that calls them."""
 
     def __init__(self, sizes: HandoffSizes, layers: list[PackedExperts]) -> None:
-        shape = (sizes.mailbox_tokens, sizes.hidden, sizes.top_k, sizes.late)
+        shape = (sizes.mailbox_tokens, sizes.hidden, sizes.top_k, sizes.deferred)
         *self._at, size = _core.mailbox_offsets(*shape)
         room = np.zeros(size + 128, dtype=np.uint8)
         self._memory = torch.from_numpy(room[-room.ctypes.data % 128 :][:size])
@@ -200,7 +200,7 @@ class PlayedMailbox(module.Mailbox):
         self._words[0] = self._number
         self.posted.append(layer)
 
-    def hint(self, layer: int, routing: Routing) -> None:
+    def prefetch(self, layer: int, routing: Routing) -> None:
         data = routing.ids.T.contiguous().flatten().view(torch.uint8)
         self._memory[self._at[4] :][: len(data)] = data
         self._words[129], self._words[130] = layer, routing.ids.numel()
@@ -254,7 +254,7 @@ def plainly(path: Path, most: int, rows: int, dtype: str) -> Tensor:
 def through_the_mailbox(path: Path, most: int, rows: int, steps: int = 1) -> Tensor:
     """The same step `steps` times; the last one's logits, bfloat16."""
     config, ops = load_config(path), CpuOps(_core.WorkerPool([-1, -1]), "scalar")
-    sizes = HandoffSizes(rows, rows, config.hidden, config.moe.router.top_k, late=True)
+    sizes = HandoffSizes(rows, rows, config.hidden, config.moe.router.top_k, deferred=True)
     handoff, layers = Handoff(sizes, torch.device("cpu"), 20.0), list[HybridExperts]()
     model = build(config, plan("bfloat16"), open_checkpoint(path), ops, None, AllOnCpu(ops, handoff, layers))
     handoff._mailbox = mailbox = PlayedMailbox(sizes, list(handoff.layers))

@@ -18,7 +18,7 @@ from tandem import _core
 from tandem.errors import EngineError
 from tandem.experts import mailbox as module
 from tandem.experts.handoff import Handoff
-from tandem.experts.handoff_counts import HandoffSizes, HintCounts
+from tandem.experts.handoff_counts import HandoffSizes, PrefetchCounts
 from tandem.experts.mailbox_kernels import GAVE_UP, HEADER, SOURCE, WORDS
 from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.ops import Routing
@@ -43,7 +43,7 @@ class Replay:
 
     def _kernels(self, device_index: int | None) -> tuple[str, str, str]:
         self.compiled.append(device_index)
-        return "post", "collect", "hint"
+        return "post", "collect", "prefetch"
 
     def layer(self) -> PackedExperts:
         layer = PackedExperts(
@@ -155,21 +155,21 @@ def test_only_small_graphs_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     replay = Replay(monkeypatch)
     handoff, number, (_, routing) = replay.handoff, replay.handoff.add(replay.layer()), batch(2)
     routing = routing._replace(slots=torch.full_like(routing.ids, -1))
-    assert not handoff.takes_hints(1)
-    handoff.hint(number, routing)
+    assert not handoff.takes_predictions(1)
+    handoff.prefetch(number, routing)
     with handoff.rehearsing():
-        assert handoff.takes_hints(1)
-        handoff.hint(number, routing)
+        assert handoff.takes_predictions(1)
+        handoff.prefetch(number, routing)
     assert not replay.launched
     with handoff.recording() as posted:
         most = _core.MOST_HINTED_TOKENS
-        assert handoff.takes_hints(most) and not handoff.takes_hints(most + 1)
-        handoff.hint(number, routing)
+        assert handoff.takes_predictions(most) and not handoff.takes_predictions(most + 1)
+        handoff.prefetch(number, routing)
         assert posted == []  # nobody answers a hint
     (kernel, (blocks, _, _, header, _, ids, _, to, count, each, layer)), *others = replay.launched
-    assert not others and (kernel, blocks, count, each, layer) == ("hint", 1, 2 * TOP_K, TOP_K, number)
+    assert not others and (kernel, blocks, count, each, layer) == ("prefetch", 1, 2 * TOP_K, TOP_K, number)
     assert ids == routing.ids.data_ptr() and to == header + replay.mailbox._at[4]
-    assert not handoff.takes_hints(1)
+    assert not handoff.takes_predictions(1)
 
 
 def test_without_foresight_nothing_hints(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,10 +177,10 @@ def test_without_foresight_nothing_hints(monkeypatch: pytest.MonkeyPatch) -> Non
     replay.handoff.add(replay.layer())
     replay.handoff.foresight = False
     with replay.handoff.recording():
-        assert not replay.handoff.takes_hints(1)
+        assert not replay.handoff.takes_predictions(1)
     with replay.handoff.rehearsing():
-        assert not replay.handoff.takes_hints(1)
-    assert replay.handoff.hints() == HintCounts()
+        assert not replay.handoff.takes_predictions(1)
+    assert replay.handoff.hints() == PrefetchCounts()
 
 
 def test_a_failed_step_s_hint_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +198,7 @@ def test_a_failed_step_s_hint_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
     for number in (1, 2):
         replay.post(number, x, routing)
         answer(replay.handoff, 1)
-    assert replay.handoff.hints() == HintCounts()
+    assert replay.handoff.hints() == PrefetchCounts()
 
 
 def test_both_ends_mean_the_same_word() -> None:
@@ -216,7 +216,7 @@ def test_both_ends_mean_the_same_word() -> None:
 def test_work_is_taken_only_while_posts_are_answered(is_open: bool) -> None:
     """What a step without posts leaves would be done beside a later one, while a prompt may read what it changes."""
     handoff, works = Handoff(SIZES, torch.device("cpu"), 20.0), list[Any]()
-    core = SimpleNamespace(is_open=is_open, meanwhile=works.append)
+    core = SimpleNamespace(is_open=is_open, between_answers=works.append)
     handoff._mailbox = SimpleNamespace(core=core)  # type: ignore[assignment]
-    handoff.meanwhile("an exchange")  # type: ignore[arg-type]
+    handoff.between_answers("an exchange")  # type: ignore[arg-type]
     assert works == ["an exchange"] * is_open

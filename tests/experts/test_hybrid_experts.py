@@ -64,7 +64,7 @@ def made(slots: list[int], live: bool = False) -> tuple[HybridExperts, FakeGpuEx
     slot_of = torch.tensor(slots, dtype=torch.int32)
     gpu, workspace = FakeGpuExperts(slot_of), cases.workspace_of("scalar")
     places = sum(s < 0 for s in slots) + live
-    cpu = PackedExperts(workspace, len(slots), HIDDEN, WIDTH, "bf16", places=places)
+    cpu = PackedExperts(workspace, len(slots), HIDDEN, WIDTH, "bf16", cpu_slots=places)
     handoff = Handoff(HandoffSizes(1, 1, HIDDEN, TOP_K), torch.device("cpu"), 1.0)
     whole = partial(PackedExperts, workspace, len(slots), HIDDEN, WIDTH, "bf16")
     return HybridExperts(slot_of, cast(Any, gpu), cpu, handoff, whole, live), gpu, cpu
@@ -292,7 +292,7 @@ cache.confirm(nothing)
 Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
 before, layers = resident("VmRSS"), []
 for i in range(6):
-    cpu = PackedExperts(workspace, 32, 512, 256, "bf16", places=16 + live)
+    cpu = PackedExperts(workspace, 32, 512, 256, "bf16", cpu_slots=16 + live)
     whole = partial(PackedExperts, workspace, 32, 512, 256, "bf16")
     layers.append(HybridExperts(slots, Gpu(), cpu, handoff, whole, live))
     layers[-1].load(feed_of(32, lambda _: expert), cache.layer(str(i)))

@@ -17,7 +17,7 @@ from tandem.errors import KernelError
 from tandem.experts.live.copies import hold_all
 from tandem.experts.live.exchange import ExchangeOutcome, LiveExchange
 from tandem.experts.live.virtual import Exchange
-from tandem.experts.residency import Residency, Tier
+from tandem.experts.residency import Location, Residency
 
 
 def finish(exchange: LiveExchange, copies: FakeCopies) -> ExchangeOutcome:
@@ -39,7 +39,7 @@ def finish(exchange: LiveExchange, copies: FakeCopies) -> ExchangeOutcome:
 @pytest.mark.parametrize("on_gpu", [1, ON_GPU, EXPERTS - 1])
 def test_two_experts_change_places(on_gpu: int, nodes: tuple[int, ...]) -> None:
     layer, copies = Layer(1, on_gpu, nodes), FakeCopies()
-    assert len(layer.cpu.pieces(layer.cpu.place_of(EXPERTS - 1))) == (4 if nodes else 1)
+    assert len(layer.cpu.pieces(layer.cpu.cpu_slot_of(EXPERTS - 1))) == (4 if nodes else 1)
     wanted = layer.exchange(0, 0, 0)
     exchange = made([layer], copies)
     exchange.add([wanted])
@@ -87,8 +87,8 @@ def test_a_running_step_finds_both_experts_where_its_tables_say() -> None:
 def test_what_was_not_done_beside_a_step_is_done_after_it(pieces: int) -> None:
     layers, copies = [Layer(1), Layer(2)], FakeCopies()
     copies.prompt = True
-    exchange = made(layers, copies, stages=4)
-    exchange.meanwhile = lambda work: [piece(work) for _ in range(pieces)]
+    exchange = made(layers, copies, buffers=4)
+    exchange.between_answers = lambda work: [piece(work) for _ in range(pieces)]
     wanted = [layers[0].exchange(0, 0, 0), layers[1].exchange(1, 1, 1)]
     exchange.add(wanted)
     exchange.prepare()
@@ -101,8 +101,8 @@ def test_what_was_not_done_beside_a_step_is_done_after_it(pieces: int) -> None:
 def test_after_a_step_only_so_much_time_is_taken() -> None:
     layers, copies = [Layer(1), Layer(2)], FakeCopies()
     copies.prompt = True
-    exchange = made(layers, copies, stages=4)
-    exchange.meanwhile, exchange._tail_seconds = lambda work: None, 0.0
+    exchange = made(layers, copies, buffers=4)
+    exchange.between_answers, exchange._tail_seconds = lambda work: None, 0.0
     exchange.add([layers[0].exchange(0, 0, 0), layers[1].exchange(1, 1, 1)])
     exchange.prepare()
     ends = 1
@@ -117,7 +117,7 @@ def test_after_a_step_only_so_much_time_is_taken() -> None:
 
 def test_exchanges_of_a_layer_follow_each_other_and_those_of_others_do_not_wait() -> None:
     layers, copies = [Layer(1), Layer(2)], FakeCopies()
-    exchange = made(layers, copies, stages=8)
+    exchange = made(layers, copies, buffers=8)
     first, second, other = (
         layers[0].exchange(0, 0, 0),
         layers[0].exchange(0, 1, 1),
@@ -135,7 +135,7 @@ def test_exchanges_of_a_layer_follow_each_other_and_those_of_others_do_not_wait(
 
 def test_no_more_exchanges_are_under_way_than_there_is_staging_memory() -> None:
     layers, copies = [Layer(1), Layer(2)], FakeCopies()
-    exchange = made(layers, copies, stages=1)
+    exchange = made(layers, copies, buffers=1)
     exchange.add([layers[0].exchange(0, 0, 0), layers[1].exchange(1, 1, 1)])
     advance(exchange)
     assert copies.bytes == 2 * layers[0].cpu.bytes_per_expert
@@ -151,7 +151,7 @@ def test_steps_move_their_bytes_on_average(experts_per_step: float) -> None:
     """Whole experts: a step that has given more than its share is followed by some that give nothing."""
     layers, copies = [Layer(1), Layer(2)], FakeCopies()
     budget = int(experts_per_step * layers[0].cpu.bytes_per_expert)
-    exchange = made(layers, copies, budget, stages=8)
+    exchange = made(layers, copies, budget, buffers=8)
     exchange.add([layers[which].exchange(which, i, i) for i in range(3) for which in range(2)])
     steps = done = 0
     while exchange.busy:
@@ -220,12 +220,12 @@ def test_no_expert_is_ever_lost_or_doubled(steps: list[tuple], budget: int, seed
 
 def in_memory(places: Residency, layer: int) -> list[int]:
     """Experts in CPU memory."""
-    return places.on(Tier.CPU)[layer].nonzero()[0].tolist()
+    return places.on(Location.CPU)[layer].nonzero()[0].tolist()
 
 
 def move(what: str, layer: Layer, places: Residency, index: int, which: int) -> None:
     """One expert to its file, or back."""
-    there = places.on(Tier.CPU if what == "drop" else Tier.FILE)[index].nonzero()[0].tolist()
+    there = places.on(Location.CPU if what == "drop" else Location.FILE)[index].nonzero()[0].tolist()
     if not there:
         return
     expert = there[which % len(there)]
@@ -252,10 +252,10 @@ def follow(places: Residency, outcome: ExchangeOutcome, waiting: list[int]) -> i
 
 def check(layers: list[Layer], places: Residency, waiting: list[int]) -> None:
     """The layers, and that they are as `places` says where nothing is under way."""
-    counted = sum(places.on(tier).astype(int) for tier in Tier)
+    counted = sum(places.on(location).astype(int) for location in Location)
     assert (counted == 1).all()
     for index, layer in enumerate(layers):
-        layer.check(in_file=places.on(Tier.FILE)[index].nonzero()[0].tolist())
+        layer.check(in_file=places.on(Location.FILE)[index].nonzero()[0].tolist())
         if not waiting[index]:
             assert places.slots[index].tolist() == layer.gpu.table.tolist()
 
@@ -311,7 +311,7 @@ def test_a_failed_copy_ends_the_layers_exchanges_for_it_may_still_write(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     layers, copies = [Layer(1), Layer(2)], FakeCopies()
-    exchange = made(layers, copies, stages=4)
+    exchange = made(layers, copies, buffers=4)
     copies.refuse_downloads = True
     exchange.add([layers[0].exchange(0, 0, 0)])
     assert len(finish(exchange, copies).dropped) == 1
@@ -326,8 +326,8 @@ def test_a_failed_copy_ends_the_layers_exchanges_for_it_may_still_write(
 
 def unreserve(layer: Layer, wanted: Exchange) -> None:
     """The place of the one that leaves."""
-    taken = {layer.cpu.place_of(e) for e in range(EXPERTS) if layer.gpu.slot_of[e] < 0}
-    (spare,) = set(range(layer.cpu.places)) - taken
+    taken = {layer.cpu.cpu_slot_of(e) for e in range(EXPERTS) if layer.gpu.slot_of[e] < 0}
+    (spare,) = set(range(layer.cpu.cpu_slots)) - taken
     layer.cpu.release(spare)
 
 
@@ -341,7 +341,7 @@ def test_a_layer_whose_places_fail_leaves_the_others_alone(
 ) -> None:
     """What arrives together ends together, but for that one; its layer is ended."""
     layers, copies = [Layer(1), Layer(2), Layer(3)], FakeCopies()
-    exchange = made(layers, copies, stages=4)
+    exchange = made(layers, copies, buffers=4)
     wanted = [layer.exchange(i, 1, 1) for i, layer in enumerate(layers)]
     exchange.add(wanted)
     advance(exchange)
@@ -386,7 +386,7 @@ def test_all_memory_of_experts_is_held_for_dma(caplog: pytest.LogCaptureFixture)
     assert copies.held == [layer.own_memory() for layer in layers] and min(sizes) > 0
     assert told == [("registering experts with CUDA", done, sum(sizes)) for done in (sizes[0], sum(sizes))]
     for layer, (address, nbytes) in zip(layers, copies.held, strict=True):
-        (piece,) = layer.pieces(layer.place_of(EXPERTS - 1))
+        (piece,) = layer.pieces(layer.cpu_slot_of(EXPERTS - 1))
         assert address <= piece[1] and piece[1] + piece[2] <= address + nbytes
     hold_all(layers, FakeCopies(holds=sizes[0]))
     assert "no more memory can be locked; experts move more slowly" in caplog.text

@@ -115,14 +115,14 @@ def test_a_pass_finds_what_it_began_with_and_what_was_under_way_goes_on_after_it
         layers, copies, usage = [Layer(1), Layer(2)], FakeCopies(), Usage()
         copies.prompt, works = True, list[_core.Meanwhile]()
         experts = live(layers, copies, usage)
-        experts._exchange.meanwhile = works.append
+        experts._exchange.between_answers = works.append
         while not experts._exchange.under_way:
             usage.counts[:, [4, 5, 6]] += 3
             take_a_step(experts)
         experts.beside_step()
         done = sum(piece(works[0]) for _ in range(pieces))
         assert experts.settling
-        experts.hold()
+        experts.pause()
         works.clear()
         before, swaps = placement_of(layers), usage.swaps
         for _ in range(20):  # steps go on, are counted and decided about
@@ -132,7 +132,7 @@ def test_a_pass_finds_what_it_began_with_and_what_was_under_way_goes_on_after_it
             assert placement_of(layers) == before and usage.swaps == swaps
         for layer in layers:
             layer.check(under_way=True)
-        experts.release()
+        experts.resume()
         for _ in range(40):
             usage.counts[:, [4, 5, 6]] += 3
             experts.beside_step()
@@ -156,7 +156,7 @@ def placement_of(layers: list[Layer]) -> list[object]:
 
 def _place(layer: Layer, expert: int) -> int:
     try:
-        return layer.cpu.place_of(expert)
+        return layer.cpu.cpu_slot_of(expert)
     except ValueError:
         return -1
 
@@ -174,7 +174,7 @@ def test_holds_at_any_time_lose_no_expert(steps: list[tuple[int, int, float, int
     layers, copies, usage = [Layer(1), Layer(2)], FakeCopies(seed), Usage()
     works, held = list[_core.Meanwhile](), None
     experts = live(layers, copies, usage, cost=0.5)
-    experts._exchange.meanwhile = works.append
+    experts._exchange.between_answers = works.append
     for hot, pieces, arrive, turn in steps:
         usage.counts[seed % 2, hot] += 7
         experts.beside_step()
@@ -182,7 +182,7 @@ def test_holds_at_any_time_lose_no_expert(steps: list[tuple[int, int, float, int
             [piece(work) for _ in range(pieces)]
         works.clear()
         if turn == 0 and held is None:
-            experts.hold()
+            experts.pause()
             held = placement_of(layers)
         experts.after_step()
         if held is not None:
@@ -191,9 +191,9 @@ def test_holds_at_any_time_lose_no_expert(steps: list[tuple[int, int, float, int
             layer.check(under_way=True)
         copies.arrive(arrive)
         if turn == 1 and held is not None:
-            experts.release()
+            experts.resume()
             held = None
-    experts.release()
+    experts.resume()
     copies.prompt = True
     experts.finish()
     for layer in layers:
@@ -212,7 +212,7 @@ class Timed:
         slot_of, nbytes = torch.stack([x.gpu.table for x in self.layers]), self.layers[0].cpu.bytes_per_expert
         self.policy, self.works = LivePolicy(Residency(slot_of), nbytes, 1.0, s), list[_core.Meanwhile]()
         self.exchange = made(self.layers, self.copies, s.bytes_per_step)
-        self.exchange.meanwhile = self.works.append
+        self.exchange.between_answers = self.works.append
         self.experts = LiveExperts(self.policy, self.exchange, self.usage, lambda: read, lambda: next(ticks))
 
     def steps(self, count: int, moving: bool = True) -> Timed:
@@ -256,22 +256,23 @@ def test_copies_that_take_long_keep_no_post_waiting() -> None:
     timed = Timed(0.0, 1e-3, SlowCopies()).steps(60)
     times = timed.experts.times()
     assert times.exchanges == timed.usage.swaps > 0
-    assert times.beside >= times.exchanges * 3 * SlowCopies.seconds and times.late < 0.1 * times.beside
+    assert times.overlapped_seconds >= times.exchanges * 3 * SlowCopies.seconds
+    assert times.overrun_seconds < 0.1 * times.overlapped_seconds
 
 
 def test_what_is_done_after_a_step_is_counted_once() -> None:
     """By the clock of what is done at its end, not among the pieces beside it."""
     timed = Timed(0.0)
-    timed.exchange.meanwhile = lambda work: None
+    timed.exchange.between_answers = lambda work: None
     times = timed.steps(40).experts.times()
-    assert times.exchanges > 0 and (times.seconds, times.beside, times.waited) == (0.0, 0.0, 0.0)
+    assert times.exchanges > 0 and (times.seconds, times.overlapped_seconds, times.waited) == (0.0, 0.0, 0.0)
 
 
 def test_decisions_are_counted_among_what_is_done_beside_steps() -> None:
     timed = Timed(0.0).steps(2, moving=False)
-    assert timed.experts.times().beside == 0.0
+    assert timed.experts.times().overlapped_seconds == 0.0
     times = timed.steps(1, moving=False).experts.times()
-    assert times.exchanges == 0 and times.beside > 0.0
+    assert times.exchanges == 0 and times.overlapped_seconds > 0.0
 
 
 @pytest.mark.parametrize("over", [False, True])
@@ -290,7 +291,7 @@ def test_what_the_gpu_computes_beside_costs_nothing(over: bool) -> None:
     assert times.steps == 60 and times.exchanges == usage.swaps > 0
     assert min(times.parts.values()) > 0 and times.seconds == sum(times.parts.values())
     begun = times.parts["begin"] + times.parts["decide"] / 2
-    assert times.waited == (times.seconds if over else begun) + times.late
+    assert times.waited == (times.seconds if over else begun) + times.overrun_seconds
 
 
 def test_what_was_decided_can_be_finished() -> None:

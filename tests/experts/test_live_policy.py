@@ -27,7 +27,7 @@ from tandem.experts.live.cost import StepCost
 from tandem.experts.live.policy import FAST, HOME, LivePolicy, PolicySettings
 from tandem.experts.live.virtual import COME, LEAVE, STAY, Exchange, Floats, Habits, VirtualPlacement
 from tandem.experts.placement import ExpertPlacement, place
-from tandem.experts.residency import Residency, Tier
+from tandem.experts.residency import Location, Residency
 
 LAYERS, EXPERTS, TOP_K, TOKENS = 12, 512, 10, 1000
 COST = StepCost(
@@ -112,7 +112,7 @@ def decided(stream: Tensor) -> LivePolicy:
         part = stream[first : first + p.interval_steps]
         reads = reads + expert_counts(part, EXPERTS)
         p.observe(reads.numpy(), len(part))
-        p.done(*p.wanted())
+        p.done(*p.next_exchanges())
         first += len(part)
     return p
 
@@ -221,7 +221,7 @@ class Seen:
         for name, count in uses.items():
             self.reads[0, int(name[1:])] += count
         self.policy.observe(self.reads, steps)
-        return self.policy.wanted()
+        return self.policy.next_exchanges()
 
 
 HOT = {"e0": 9, "e1": 4, "e2": 7, "e5": 6}
@@ -292,7 +292,7 @@ def test_an_expert_in_its_file_never_comes() -> None:
     (exchange,) = sees(e6=3)
     assert exchange == Exchange(layer=0, slot=1, leaving=1, coming=6)
     p.done(exchange)
-    assert [places.tier(0, e) for e in (1, 5, 6)] == [Tier.CPU, Tier.FILE, Tier.GPU]
+    assert [places.location(0, e) for e in (1, 5, 6)] == [Location.CPU, Location.FILE, Location.GPU]
 
 
 def test_a_dropped_exchange_leaves_everything_and_may_come_again() -> None:
@@ -318,7 +318,7 @@ def test_an_ended_layer_stays_ended() -> None:
         pass
     p.ended(0)
     p.looked()
-    assert p.wanted() == []
+    assert p.next_exchanges() == []
 
 
 def test_a_lost_slot_is_nobodys() -> None:
@@ -376,8 +376,8 @@ def test_a_decision_in_pieces_is_the_same(kind: type) -> None:
         for _ in range(step % 60):
             [look.next() for look in looks]
         parts.looked()
-        wanted = whole.wanted()
-        assert parts.wanted() == wanted
+        wanted = whole.next_exchanges()
+        assert parts.next_exchanges() == wanted
         moved += len(wanted)
         for each in (whole, parts):
             each.done(*wanted)
@@ -405,7 +405,7 @@ def test_every_exchange_that_is_wanted_can_be_made(seed: int, layers: int, exper
             hot = random.integers(0, 9, (layers, experts))
         reads = reads + random.binomial(hot, 0.4).astype(np.int32)
         p.observe(reads, 2)
-        for wanted in p.wanted():
+        for wanted in p.next_exchanges():
             layer, slot, leaving, coming = wanted
             assert layer not in lost and residency.slots[layer, leaving] == slot >= 0
             assert residency.slots[layer, coming] == -1

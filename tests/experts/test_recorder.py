@@ -74,7 +74,7 @@ def test_what_cannot_be_done_says_what_to_call(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kept", [None, 2])
 def test_every_step_and_every_token(tmp_path: Path, kept: int | None) -> None:
-    steps = Steps(tmp_path, mode="per_token", kept=kept, gpu_experts=True)
+    steps = Steps(tmp_path, mode="per_token", last_passes=kept, gpu_experts=True)
     steps.recorder.start()
     ids = [steps.run(RecordedRows(3, 0, 6), RecordedRows(4, 10, 1)), steps.run(RecordedRows(3, 6, 1))]
     steps.run(RecordedRows(3, 7, 1), fail=True)

@@ -11,8 +11,8 @@ from tandem.errors import EngineError
 from tandem.experts.residency import (
     NO_SLOT,
     NOBODY,
+    Location,
     Residency,
-    Tier,
     count_on,
     experts_on,
     left_to_host,
@@ -36,25 +36,25 @@ def test_an_expert_is_in_one_place_whatever_is_asked(moves: list[tuple[str, int,
     slots = torch.tensor([[0, -1, -1, 1, -1], [-1, -1, -1, -1, -1]])
     filed = torch.tensor([[False, True, False, False, False], [True] * EXPERTS])
     places = Residency(slots, filed)
-    known = {(layer, e): (Tier.FILE if filed[layer, e] else Tier.CPU, NO_SLOT) if slots[layer, e] < 0
-             else (Tier.GPU, int(slots[layer, e])) for layer in range(LAYERS) for e in range(EXPERTS)}  # fmt: skip
+    known = {(layer, e): (Location.FILE if filed[layer, e] else Location.CPU, NO_SLOT) if slots[layer, e] < 0
+             else (Location.GPU, int(slots[layer, e])) for layer in range(LAYERS) for e in range(EXPERTS)}  # fmt: skip
     for what, layer, expert, slot in moves:
-        tier, _ = known[layer, expert]
+        location, _ = known[layer, expert]
         taken = {s for (where, _), (_, s) in known.items() if where == layer}
         becomes = {
-            "load": (Tier.FILE, (Tier.CPU, NO_SLOT)), "drop": (Tier.CPU, (Tier.FILE, NO_SLOT)),
-            "rise": (Tier.CPU, (Tier.GPU, slot)), "sink": (Tier.GPU, (Tier.CPU, NO_SLOT)),
+            "load": (Location.FILE, (Location.CPU, NO_SLOT)), "drop": (Location.CPU, (Location.FILE, NO_SLOT)),
+            "rise": (Location.CPU, (Location.GPU, slot)), "sink": (Location.GPU, (Location.CPU, NO_SLOT)),
         }  # fmt: skip
         given_slot = (slot,) if what == "rise" else ()
-        if tier is becomes[what][0] and (what != "rise" or (slot >= 0 and slot not in taken)):
+        if location is becomes[what][0] and (what != "rise" or (slot >= 0 and slot not in taken)):
             getattr(places, what)(layer, expert, *given_slot)
             known[layer, expert] = becomes[what][1]
         else:
             with pytest.raises(EngineError):
                 getattr(places, what)(layer, expert, *given_slot)
         for (at, e), (where, number) in known.items():
-            assert places.tier(at, e) is where and places.slots[at, e] == number
-            assert [bool(places.on(each)[at, e]) for each in Tier] == [each is where for each in Tier]
+            assert places.location(at, e) is where and places.slots[at, e] == number
+            assert [bool(places.on(each)[at, e]) for each in Location] == [each is where for each in Location]
 
 
 def test_an_expert_in_two_places_is_refused() -> None:
@@ -65,7 +65,7 @@ def test_an_expert_in_two_places_is_refused() -> None:
 def test_what_a_slot_means() -> None:
     slots = packed_slots(torch.tensor([True, False, True, False]))
     assert slots.tolist() == [0, NO_SLOT, 1, NO_SLOT] and slots.dtype == torch.int32 and slots_in_use(slots) == 2
-    assert experts_on(Tier.GPU, slots) == [0, 2] and experts_on(Tier.CPU, slots) == [1, 3]
-    assert count_on(Tier.GPU, slots) == count_on(Tier.CPU, slots) == 2
+    assert experts_on(Location.GPU, slots) == [0, 2] and experts_on(Location.CPU, slots) == [1, 3]
+    assert count_on(Location.GPU, slots) == count_on(Location.CPU, slots) == 2
     ids = torch.tensor([[3, 0], [2, 1]])
     assert left_to_host(ids, slots[ids]).tolist() == [[3, NOBODY], [NOBODY, 1]]

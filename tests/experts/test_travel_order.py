@@ -14,11 +14,11 @@ from tandem.experts.streaming.transfer_order import GRID, TransferOrder
 class Layer:
     """Of four experts, some of whom are in CPU memory."""
 
-    places: int
+    cpu_slots: int
     first_key: int = 0
 
-    def expert_places(self) -> list[int]:
-        return list(range(self.places))
+    def expert_cpu_slots(self) -> list[int]:
+        return list(range(self.cpu_slots))
 
 
 PLACES = np.array([[-1, -1, -1, -1], [2, 0, -1, 1]], np.int32)  # of each layer's experts; place 3 is nobody's

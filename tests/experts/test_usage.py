@@ -15,7 +15,7 @@ from tandem import _core
 from tandem.engine import expert_statistics
 from tandem.engine.expert_statistics import ExpertMeter
 from tandem.errors import KernelError
-from tandem.experts.handoff_counts import HandoffTimes, HintCounts
+from tandem.experts.handoff_counts import HandoffTimes, PrefetchCounts
 from tandem.experts.live.live_experts import LiveTimes
 from tandem.experts.usage import expert_usage as usage_module
 from tandem.experts.usage.expert_usage import Copy, ExpertUsage
@@ -47,7 +47,7 @@ def check(tally: ExpertCounts, ids: Tensor, router: Router, counted: int) -> Non
         for expert in row:
             expected[expert] += 1
     assert torch.equal(tally.tokens.cpu().long(), expected)
-    assert torch.equal(tally.seen.cpu().long(), (expected > 0).long())
+    assert torch.equal(tally.used.cpu().long(), (expected > 0).long())
     assert torch.equal(tally.chosen[: len(ids)].cpu(), ids[:, : router.top_k].cpu())
 
 
@@ -100,7 +100,7 @@ def test_the_core_refuses_arrays_of_other_shapes() -> None:
     good, logits = tally_of(router, 4), torch.zeros(4, 60)
     for bad in (
         good._replace(tokens=torch.zeros(59, dtype=torch.int64)),
-        good._replace(seen=torch.zeros(60, dtype=torch.int32)),
+        good._replace(used=torch.zeros(60, dtype=torch.int32)),
         good._replace(chosen=torch.zeros(3, 4, dtype=torch.int32)),
     ):
         with pytest.raises(KernelError):
@@ -274,8 +274,8 @@ class FakeHandoff:
     def times(self) -> HandoffTimes:
         return HandoffTimes(7, 0.5, 0.25)
 
-    def hints(self) -> HintCounts:
-        return HintCounts(5, 4, 300)
+    def hints(self) -> PrefetchCounts:
+        return PrefetchCounts(5, 4, 300)
 
 
 def test_counts_on_a_gpu_are_read_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:

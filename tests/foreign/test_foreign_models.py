@@ -26,7 +26,7 @@ def test_packed_pages_equal_transformers(foreign_models, ops, model_type):
     """Prefill in chunks beside others, then cached decode of three sequences at once."""
     path = foreign_models[model_type]
     config = load_model_config(path)
-    assert config.foreign is not None and config.foreign.alone == ""
+    assert config.foreign is not None and config.foreign.why_single == ""
     assert worst(ours(Session(path, ops=ops)), reference(path)) < 1e-4
 
 

@@ -48,7 +48,7 @@ def make_late(model: Any, most: int, placement: ExpertPlacement) -> None:
     defers = who_defers([not bool(layer.all()) for layer in placement.gpu_experts])
     for index, moe in enumerate(blocks):
         top_k = moe.router.top_k
-        moe.experts.places = torch.cat((placement.slots(index), torch.zeros(moe.fused, dtype=torch.int32)))
+        moe.experts.slot_of = torch.cat((placement.slots(index), torch.zeros(moe.fused, dtype=torch.int32)))
         moe.experts = DeferredExperts(moe.experts, Deferral(top_k - most, top_k) if defers[index] else None, due)
 
 
@@ -61,7 +61,7 @@ def test_graphs_add_late_experts_one_layer_later(tiny_models, variant, most, sha
     if moving and share == 0.0:
         pytest.skip("nothing is on the GPU")
     path, together = tiny_models[variant], graphs == (1, 8)
-    session = Session(path, share, graphs, late=most, moving=moving)
+    session = Session(path, share, graphs, deferred=most, moving=moving)
     placement = session.side.placement
     exact, theirs = (on_the_cpu(path, dtype, most, placement) for dtype in ("float32", "bfloat16"))
     ours, usual = session.logits(together), on_the_cpu(path, "float32", 0, placement)
@@ -82,12 +82,12 @@ def middle(a: Tensor, b: Tensor) -> float:
 def test_kernel_by_kernel_nothing_is_late(tiny_models) -> None:
     """Steps that are no graph give the same bits with the flag and without."""
     path = tiny_models["qwen3_moe"]
-    late, usual = (Session(path, 0.25, (), late=most).logits(True) for most in (2, 0))
+    late, usual = (Session(path, 0.25, (), deferred=most).logits(True) for most in (2, 0))
     assert torch.equal(late, usual)
 
 
 def test_a_cpu_that_fails_while_experts_are_late_fails_this_step_only(tiny_models) -> None:
-    session = Session(tiny_models["qwen3_moe"], 0.25, (8,), late=2, patience=2.0)
+    session = Session(tiny_models["qwen3_moe"], 0.25, (8,), deferred=2, patience=2.0)
     rows = list(range(ROWS))
     session.step(rows, 0, PROMPT)
     right = session.step(rows, PROMPT, 1)

@@ -220,11 +220,11 @@ def tried(parts: list[tuple[int, int, int, int]], single: int = 0, apart: bool =
     """(slot, tokens before, those that its memory holds, new rows) of each sequence; apart: rows are sequences."""
     if not apart:
         made = batch([(slot, before, new) for slot, before, _, new in parts], single)
-        folded = [folded for _, _, folded, _ in parts]
+        state_lens = [state_lens for _, _, state_lens, _ in parts]
     else:
         made = batch([(slot, before + i, 1) for slot, before, _, new in parts for i in range(new)])
-        folded = [folded for _, _, folded, new in parts for _ in range(new)]
-    return replace(made, folded=torch.tensor(folded, dtype=torch.int32, device=DEVICE))
+        state_lens = [state_lens for _, _, state_lens, new in parts for _ in range(new)]
+    return replace(made, state_lens=torch.tensor(state_lens, dtype=torch.int32, device=DEVICE))
 
 
 STEPS = [(3, 3), (3, 0), (0, 0), (3, 2), (2, 2), (1, 0), (0, 0), (3, 3), (3, 1), (1, 1)][: 4 if INTERPRETED else None]
@@ -237,7 +237,7 @@ class Trial(Case):
     def __init__(self, shape: DeltaRule, places: int = 3) -> None:
         super().__init__(shape, 40, places)
         self.wrong = [-x for x in (self.wide, self.narrow)]
-        self.known = self.folded = 5
+        self.known = self.state_lens = 5
         rows = [torch.cat((x[2, :5], x[4, :2])).to(DEVICE) for x in (self.wide, self.narrow)]
         before = tried([(2, 0, 0, 5), (4, 0, 0, 2)], apart=False)
         self.got = [self.delta(*rows, before, self.states).cpu()[:5]]
@@ -251,11 +251,11 @@ class Trial(Case):
             both = torch.cat((x[4, self.other_known : self.other_known + 1], mine))
             rows.append(torch.cat((both, both[-1:].expand(copies, -1))).to(DEVICE))
         other = (4, self.other_known, self.other_known, 1)
-        parts = [other, (2, known, self.folded, 1 + draft_tokens), (0, 0, 0, copies)]
+        parts = [other, (2, known, self.state_lens, 1 + draft_tokens), (0, 0, 0, copies)]
         out = self.delta(*rows, tried(parts), self.states).cpu()
         self.others.append(out[:1])
         self.got.append(out[1 : 2 + right])
-        self.other_known, self.folded, self.known = self.other_known + 1, known + 1, known + 1 + right
+        self.other_known, self.state_lens, self.known = self.other_known + 1, known + 1, known + 1 + right
         return out[2 + draft_tokens :]
 
 
@@ -278,7 +278,7 @@ def test_a_prompt_goes_on_from_guesses_that_are_not_folded_yet() -> None:
     """A snapshot of such a sequence is taken up by a longer prompt, beside one that decodes."""
     case = Trial(AWKWARD)
     case.go(3, 3)
-    first, parts = case.known, [(4, case.other_known, case.other_known, 1), (2, case.known, case.folded, 20)]
+    first, parts = case.known, [(4, case.other_known, case.other_known, 1), (2, case.known, case.state_lens, 20)]
     rows = [torch.cat((x[4, 3:4], x[2, first : first + 20])).to(DEVICE) for x in (case.wide, case.narrow)]
     out = case.delta(*rows, tried(parts, single=1, apart=False), case.states).cpu()
     case.check(2, torch.cat((*case.got, out[1:])))

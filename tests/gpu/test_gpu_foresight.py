@@ -19,7 +19,7 @@ from tandem.checkpoint import open_checkpoint
 from tandem.engine.state.arrays import allocate
 from tandem.experts import mailbox as module
 from tandem.experts.handoff import Handoff
-from tandem.experts.handoff_counts import HandoffSizes, HintCounts
+from tandem.experts.handoff_counts import HandoffSizes, PrefetchCounts
 from tandem.experts.mailbox_kernels import GAVE_UP
 from tandem.experts.placement import place
 from tandem.kernels.cpu_ops import CpuOps
@@ -70,7 +70,7 @@ class PlayedMailbox(module.Mailbox):
         self._words[LAYER], self._words[COUNT] = layer, len(x)
         self._words[POSTED] = self._number
 
-    def hint(self, layer: int, routing: Routing) -> None:
+    def prefetch(self, layer: int, routing: Routing) -> None:
         assert routing.slots is not None
         self._put(4, torch.where(routing.slots >= 0, -1, routing.ids).T)
         self._words[HINT_LAYER], self._words[HINT_IDS] = layer, routing.ids.numel()
@@ -85,7 +85,7 @@ class PlayedMailbox(module.Mailbox):
         return self._memory[self._at[3] :][:size].view(torch.float32).view(tokens, -1).clone()
 
 
-def decoded(path, share: float, foresight: bool) -> tuple[Tensor, HintCounts]:
+def decoded(path, share: float, foresight: bool) -> tuple[Tensor, PrefetchCounts]:
     """Logits of a first decode step."""
     config = load_config(path)
     experts = config.routed_experts
@@ -132,5 +132,5 @@ def run(model: Any, handoff: Handoff) -> Tensor:
 def test_what_is_foreseen_changes_no_bit(tiny_models, variant: str, share: float) -> None:
     (plainly, none), (ahead, hints) = (decoded(tiny_models[variant], share, on) for on in (False, True))
     assert torch.equal(plainly, ahead)
-    assert none == HintCounts()
+    assert none == PrefetchCounts()
     assert 0 < hints.hits <= hints.hinted and hints.nbytes > 0

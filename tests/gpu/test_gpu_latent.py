@@ -191,7 +191,7 @@ def test_the_square_takes_what_is_no_whole_piece() -> None:
     assert square_of(0, 2048) == Square(0, 2048, 0, 2048, ())
     whole = square_of(piece + 700, 100)
     assert whole == Square(piece + 512, 512, 188, 100, ((0, piece), (piece, piece + 512)))
-    assert whole.seen == 0 and square_of(300, 10).seen == 256
+    assert whole.pieces_first == 0 and square_of(300, 10).pieces_first == 256
 
 
 @pytest.mark.parametrize("causal", [True, False])

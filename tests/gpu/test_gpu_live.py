@@ -86,7 +86,7 @@ def test_exchanges_do_not_change_what_a_layer_computes(fmt: str, nodes: tuple[in
     assert layer.sides is not None and store.tables is not None
     if held:
         hold_all([layer.sides.cpu], dma)
-    exchange = LiveExchange([layer.sides], store.tables, dma, 1 << 30, meanwhile=at_once, tail_seconds=60.0)
+    exchange = LiveExchange([layer.sides], store.tables, dma, 1 << 30, between_answers=at_once, tail_seconds=60.0)
     where = list(range(3))  # the expert in each slot
     for step in range(8):
         x = torch.randn(TOKENS, HIDDEN).bfloat16()
@@ -126,9 +126,9 @@ def test_memory_is_given_back_with_copies_under_way() -> None:
         dma.hold(layer.sides.cpu, *layer.sides.cpu.own_memory())
         with pytest.raises(EngineError, match="does not register"):
             dma.hold(layer.sides.cpu, *layer.sides.cpu.own_memory())
-        exchange = LiveExchange([layer.sides], store.tables, dma, 1 << 30, meanwhile=begins)
-        coming = int((layer.places < 0).nonzero()[0])
-        exchange.add([Exchange(0, 0, int((layer.places == 0).nonzero()[0]), coming)])
+        exchange = LiveExchange([layer.sides], store.tables, dma, 1 << 30, between_answers=begins)
+        coming = int((layer.slot_of < 0).nonzero()[0])
+        exchange.add([Exchange(0, 0, int((layer.slot_of == 0).nonzero()[0]), coming)])
         advance(exchange)
         del exchange
         dma.close()
@@ -181,7 +181,7 @@ def test_one_layer_stands_for_many_placements() -> None:
     layer.load(fed(EXPERTS, lambda _: weights))
     assert layer.sides is not None and store.tables is not None and layer.sides.cpu.loaded == EXPERTS
     both, dma = Sides([layer.sides], EXPERTS), copies()
-    exchange = LiveExchange([layer.sides], store.tables, dma, 1 << 30, meanwhile=at_once, tail_seconds=60.0)
+    exchange = LiveExchange([layer.sides], store.tables, dma, 1 << 30, between_answers=at_once, tail_seconds=60.0)
     routing = Routing(
         torch.zeros(2, 3, dtype=torch.int32, device=DEVICE), torch.ones(2, 3, device=DEVICE) / 3
     )
@@ -213,7 +213,7 @@ if AVAILABLE:
         """Of one layer, without attention."""
 
         def __init__(self, trace: torch.Tensor, made: dict[str, ExpertPlacement]) -> None:
-            self._made, self._trace, self._contestants = made, trace, {}
+            self._by_strategy, self._trace, self._contestants = made, trace, {}
             ops, _ = sides()
             handoff = Handoff(HandoffSizes(TOKENS, TOKENS, HIDDEN, TOP_K), DEVICE, 20.0)
             store = HybridStore(ops, room_for(made), handoff, HIDDEN, live=True)

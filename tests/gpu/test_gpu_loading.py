@@ -58,7 +58,7 @@ def packed_alone(cpu: CpuOps, fmt: str) -> PackedExperts:
 
 def check(layer: HybridExperts, on_gpu: int, whole: PackedExperts) -> None:
     """Every expert is where the placement says, with the bytes of `whole`."""
-    places = layer.places.tolist()
+    places = layer.slot_of.tolist()
     assert sorted(slot for slot in places if slot >= 0) == list(range(on_gpu))
     for expert, slot in enumerate(places):
         there = layer._gpu.slot(slot).cpu() if slot >= 0 else layer._cpu.packed(expert)

@@ -432,14 +432,14 @@ def test_route(ops: Ops, router: Router, shared: int) -> None:
     logits = torch.randn(9, router.num_experts)
     logits[0, 3:6] = 9.0  # ties: the lowest ids first
     bias = torch.rand(router.num_experts) if router.has_bias else None
-    places = torch.randperm(router.num_experts + shared).int() - 3
-    expected = TorchOps().bound(router)(logits, bias, shared, places=places)
+    slot_of = torch.randperm(router.num_experts + shared).int() - 3
+    expected = TorchOps().bound(router)(logits, bias, shared, slot_of=slot_of)
     beside = torch.cat((logits, torch.full((9, 1), 99.0)), 1).to(DEVICE)  # a column that is not the router's
     got = ops.bound(router)(
-        beside[:, :-1], None if bias is None else bias.to(DEVICE), shared, places=places.to(DEVICE)
+        beside[:, :-1], None if bias is None else bias.to(DEVICE), shared, slot_of=slot_of.to(DEVICE)
     )
     assert torch.equal(got.ids.cpu(), expected.ids)
-    assert got.slots is not None and torch.equal(got.slots.cpu(), places[expected.ids])
+    assert got.slots is not None and torch.equal(got.slots.cpu(), slot_of[expected.ids])
     near(got.weights, expected.weights, 1e-5)
     rounded = logits.bfloat16()
     assert torch.equal(ops.bound(router)(rounded.to(DEVICE)).ids.cpu(), TorchOps().bound(router)(rounded).ids)

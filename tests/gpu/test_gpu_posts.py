@@ -194,11 +194,11 @@ def exchange_of(step: Step) -> LiveExchange:
         step.store.tables,
         dma,
         1 << 30,
-        meanwhile=step.handoff.meanwhile,
+        between_answers=step.handoff.between_answers,
         tail_seconds=60.0,
     )
-    coming = int((step.layer.places < 0).nonzero()[0])
-    exchange.add([Exchange(0, 0, int((step.layer.places == 0).nonzero()[0]), coming)])
+    coming = int((step.layer.slot_of < 0).nonzero()[0])
+    exchange.add([Exchange(0, 0, int((step.layer.slot_of == 0).nonzero()[0]), coming)])
     exchange.prepare()
     return exchange
 

@@ -22,18 +22,18 @@ from tandem.engine.state.slots import SlotPool
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
 from tandem.kernels.step_rows import StepRows, step_rows
-from tandem.mechanisms.shared_kv.shape import EntryIndex, Pool, SharedKv
-from tandem.mechanisms.shared_kv.torch import Projected, SharedKvHeads, plain_attend
-from tandem.mechanisms.shared_kv.weights import PoolWeights, SharedKvWeights
+from tandem.mechanisms.compressed_attention.shape import CompressedAttention, Compression, EntryIndex
+from tandem.mechanisms.compressed_attention.torch import CompressedHeads, Projected, plain_attend
+from tandem.mechanisms.compressed_attention.weights import CompressedWeights, CompressionWeights
 from tandem.models.batch import ForwardBatch
 from tandem.spec.rope import Rope
 
 if AVAILABLE:
     from tandem.kernels.gpu.ops import GpuOps
-    from tandem.mechanisms.shared_kv.gpu import enter
-    from tandem.mechanisms.shared_kv.gpu.attend import EntriesSeen
-    from tandem.mechanisms.shared_kv.gpu.heads import GpuSharedKvHeads
-    from tandem.mechanisms.shared_kv.gpu.prompt import attend_rows
+    from tandem.mechanisms.compressed_attention.gpu import append as enter
+    from tandem.mechanisms.compressed_attention.gpu.attend import EntriesSeen
+    from tandem.mechanisms.compressed_attention.gpu.heads import GpuCompressedHeads
+    from tandem.mechanisms.compressed_attention.gpu.prompt import attend_rows
 
 pytestmark = [pytest.mark.gpu, needs_triton]
 ALL_CHOSEN = "deepseek_v4-every"
@@ -51,7 +51,7 @@ def test_float32_logits_equal_transformers(
     for name in ("experts", "mlp"):
         monkeypatch.setattr(ops, name, getattr(TorchOps(), name))
     if static:
-        monkeypatch.setattr(StepRows, "static", property(lambda rows: rows.alone))
+        monkeypatch.setattr(StepRows, "static", property(lambda rows: rows.row_per_sequence))
     session = PlainSession(tiny_models[variant], ops=ops)
     assert worst(ours(session), reference(tiny_models[variant])) < 1e-4
 
@@ -105,23 +105,25 @@ def test_a_snapshot_on_the_device_is_the_state(tiny_models) -> None:
     assert torch.equal(torch.cat(session.decoded([2]), 1), first)
 
 
-SHAPE = SharedKv(4, 32, 24, 6, Rope(1e4, 8, pairs="neighbours"), 2, 16, 1e-6, Pool(4, True, EntryIndex(8, 16, 3)))
+SHAPE = CompressedAttention(
+    4, 32, 24, 6, Rope(1e4, 8, pairs="neighbours"), 2, 16, 1e-6, Compression(4, True, EntryIndex(8, 16, 3))
+)
 STEPS = ((0, 9), (9, 17), *((i, i + 1) for i in range(17, 40)))  # of a sequence: rows of each step
 
 
-def heads(device: torch.device, kernels: bool) -> SharedKvHeads:
+def heads(device: torch.device, kernels: bool) -> CompressedHeads:
     g = torch.Generator().manual_seed(1)
 
     def made(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=g).to(device)
 
     groups, angles = made(2, 16, 64), torch.arange(64)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.03])
-    pools = tuple(PoolWeights(made(8, width), made(width)) for width in (32, 16))
+    pools = tuple(CompressionWeights(made(8, width), made(width)) for width in (32, 16))
     cos, sin = angles.cos().to(device), angles.sin().to(device)
-    weights = SharedKvWeights(cos, sin, made(4), groups, pools)
+    weights = CompressedWeights(cos, sin, made(4), groups, pools)
     if kernels:
-        return GpuSharedKvHeads(SHAPE, weights, groups)
-    return SharedKvHeads(SHAPE, weights, plain_attend, lambda x: torch.einsum("tgk,gnk->tgn", x, groups))
+        return GpuCompressedHeads(SHAPE, weights, groups)
+    return CompressedHeads(SHAPE, weights, plain_attend, lambda x: torch.einsum("tgk,gnk->tgn", x, groups))
 
 
 class Walk:
@@ -131,8 +133,9 @@ class Walk:
         """places: of guesses, in rings."""
         self.device, self.attention = device, heads(device, kernels)
         g = torch.Generator().manual_seed(2)
-        self.rows = [torch.randn(2, 40, width, generator=g) for width in (128, 32, SHAPE.pool.inputs(32), 128, 8)]
-        sizes = (3, 6 + places, 32), (3, 8 + places, SHAPE.pool.inputs(32)), (24, 1, 32), (24, 1, 16)
+        widths = 128, 32, SHAPE.compression.inputs(32), 128, 8
+        self.rows = [torch.randn(2, 40, width, generator=g) for width in widths]
+        sizes = (3, 6 + places, 32), (3, 8 + places, SHAPE.compression.inputs(32)), (24, 1, 32), (24, 1, 16)
         self.states = [torch.full(size, float("nan"), device=device) for size in sizes]
         self.states[:2] = (torch.cat((ring, ring), 1)[:, : ring.shape[1]] for ring in self.states[:2])  # have a stride
 
@@ -192,7 +195,7 @@ def test_rows_of_prompts_attend_as_in_float64(heads_: int, chosen: int | None) -
     """Two sequences, of which one has a past, with heads of DeepSeek-V4's width. Weights of keys and results are
     rounded to bfloat16."""
     g, dim, window, size, stride, page = torch.Generator().manual_seed(3), 512, 128, 131, 4, 16
-    shape = replace(SHAPE, heads=heads_, dim=dim, window=window, pool=Pool(stride))
+    shape = replace(SHAPE, heads=heads_, dim=dim, window=window, compression=Compression(stride))
     first, length = torch.tensor([0, 150]), (90, 61)
     places = torch.cat([f + torch.arange(n) for f, n in zip(first, length, strict=True)])
     whose = torch.arange(2).repeat_interleave(torch.tensor(length))
@@ -207,10 +210,10 @@ def test_rows_of_prompts_attend_as_in_float64(heads_: int, chosen: int | None) -
     sinks = torch.randn(heads_, generator=g)
     rows = StepRows(
         places, places, whose, torch.tensor([1, 2]), torch.arange(2), torch.tensor([0, 90]), first,
-        first + torch.tensor(length) - 1, tables, alone=False,
+        first + torch.tensor(length) - 1, tables, row_per_sequence=False,
     )  # fmt: skip
     there = replace(rows, **{n: v.to(DEVICE) for n, v in vars_of(rows).items()})
-    weights = SharedKvWeights(*(torch.zeros(1, 4),) * 2, sinks.to(DEVICE), torch.empty(0))
+    weights = CompressedWeights(*(torch.zeros(1, 4),) * 2, sinks.to(DEVICE), torch.empty(0))
     pages = entries.view(12, page, dim).to(DEVICE)
     pool = EntriesSeen(pages, None if chosen is None else listed.to(DEVICE), most, stride)
     rings, queries = ring.view(3, size, dim).to(DEVICE), q.view(len(places), -1).to(DEVICE)

@@ -369,7 +369,7 @@ def test_experts_that_change_places_are_found_where_they_are() -> None:
     layers = Layers(live=True)
     copies = layer_copies()
     sides = [each.sides for each in layers.each]
-    exchange = LiveExchange(sides, layers.store.tables, copies, 1 << 30, meanwhile=at_once, tail_seconds=60.0)
+    exchange = LiveExchange(sides, layers.store.tables, copies, 1 << 30, between_answers=at_once, tail_seconds=60.0)
     stream = layers.stream(1.0)
     stream._followed = StreamReadings(moves=exchange.moves)
     for step in range(3):

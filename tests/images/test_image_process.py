@@ -45,12 +45,12 @@ def test_the_system_ends_it_before_the_engine(images):
 def test_a_file_and_its_base64_have_the_same_pixels(images):
     plain = read(images, png())
     coded = images.resized(base64.b64encode(png()), "here", most_tokens=1024, base64=True)
-    assert plain == coded and len(plain.pixels) == plain.found.height * plain.found.width * 3
+    assert plain == coded and len(plain.pixels) == plain.decoded.height * plain.decoded.width * 3
 
 
 def test_most_tokens_bound_the_size(images):
-    found = images.resized(png(1000, 800), "here", most_tokens=256).found
-    assert found.height * found.width <= 256 * 32 * 32
+    decoded = images.resized(png(1000, 800), "here", most_tokens=256).decoded
+    assert decoded.height * decoded.width <= 256 * 32 * 32
 
 
 def test_an_error_names_the_field(images):
@@ -134,4 +134,4 @@ def test_the_largest_image_fits_its_memory(images):
     from pictures import encoded
 
     data = encoded(Image.new("RGBA", (8000, 8000), (9, 9, 9, 9)), "PNG", compress_level=1)
-    assert read(images, data).found.source_pixels == 64_000_000
+    assert read(images, data).decoded.source_pixels == 64_000_000

@@ -87,7 +87,7 @@ def test_bits_are_the_same_on_two_memory_nodes(tmp_path: Path, tier: str) -> Non
 
 def test_biases_and_experts_that_are_elsewhere(tmp_path: Path) -> None:
     workspace, experts = cases.workspace_of(cases.PLAIN_TIER), mapped(tmp_path / "w", 64, 32)
-    layers = [PackedExperts(workspace, EXPERTS, 64, 32, places=3, in_place=there) for there in (False, True)]
+    layers = [PackedExperts(workspace, EXPERTS, 64, 32, cpu_slots=3, in_place=there) for there in (False, True)]
     for layer in layers:
         for e in (1, 4, 5):
             layer.load(e, *experts[e])
@@ -127,7 +127,7 @@ def test_there_are_no_packed_bytes(tmp_path: Path) -> None:
         with pytest.raises(KernelError):
             ask()
     assert sum(r.bytes for r in there.bytes(2, 2)) == 2 * there.bytes_per_expert
-    assert sum(r.bytes for r in there.all_places()) == EXPERTS * there.bytes_per_expert
+    assert sum(r.bytes for r in there.all_cpu_slots()) == EXPERTS * there.bytes_per_expert
 
 
 def test_other_sizes_and_formats_are_packed() -> None:

@@ -346,7 +346,7 @@ def test_packed_bytes_move_from_layer_to_layer() -> None:
 def test_experts_that_live_elsewhere_take_no_place() -> None:
     """Five places for thirteen experts: what is there computes as in a full layer, wherever it lies."""
     x, full = cases.activations(6, HIDDEN, "bf16"), plain_layer()
-    some = PackedExperts(cases.workspace_of("scalar"), EXPERTS, HIDDEN, WIDTH, places=5)
+    some = PackedExperts(cases.workspace_of("scalar"), EXPERTS, HIDDEN, WIDTH, cpu_slots=5)
     held = [1, 4, 7, 8, 12]
     for expert in held:
         some.load_packed(expert, full.packed(expert))
@@ -366,7 +366,7 @@ def test_experts_that_live_elsewhere_take_no_place() -> None:
 
 def test_a_full_layer_takes_nothing_more_and_keeps_what_it_has() -> None:
     full = plain_layer()
-    some = PackedExperts(cases.workspace_of("scalar"), EXPERTS, HIDDEN, WIDTH, places=3)
+    some = PackedExperts(cases.workspace_of("scalar"), EXPERTS, HIDDEN, WIDTH, cpu_slots=3)
     w = weights_of()
     matrices = list(zip(w.gate, w.up, w.down, strict=True))
     some.load_all(4, matrices[4:6])
@@ -390,4 +390,4 @@ def test_a_full_layer_takes_nothing_more_and_keeps_what_it_has() -> None:
 @pytest.mark.parametrize("places", [-1, EXPERTS + 1])
 def test_wrong_numbers_of_places_are_refused(places: int) -> None:
     with pytest.raises(ValueError, match="places for them"):
-        PackedExperts(cases.workspace_of("scalar"), EXPERTS, HIDDEN, WIDTH, places=places)
+        PackedExperts(cases.workspace_of("scalar"), EXPERTS, HIDDEN, WIDTH, cpu_slots=places)

@@ -77,7 +77,7 @@ class FakeGpu:
         self.words[LAYER], self.words[COUNT], self.words[FLAGS] = layer, tokens, flags
         self.words[POSTED] = number
 
-    def hint(self, number: int, layer: int, ids: list[int]) -> None:
+    def prefetch(self, number: int, layer: int, ids: list[int]) -> None:
         first = self.at[4]
         self.memory[first : first + 4 * len(ids)].view(torch.int32).copy_(
             torch.tensor(ids, dtype=torch.int32)
@@ -96,7 +96,7 @@ class FakeGpu:
                 self.post(i + 1, i, x, ids, weights)
                 got.append(self.answer(i + 1, len(x)))
                 for hint in hints if i == 0 else ():
-                    self.hint(*hint)
+                    self.prefetch(*hint)
                     time.sleep(seconds)
 
         thread = threading.Thread(target=gpu)
@@ -413,7 +413,7 @@ def test_a_hint_that_comes_with_the_post_is_too_late() -> None:
     gpu, (x, ids, weights) = FakeGpu(), batch(1)
     gpu.post(1, 0, x, ids, weights)
     gpu.serve(1)
-    gpu.hint(1, 1, [0, 1])
+    gpu.prefetch(1, 1, [0, 1])
     gpu.post(2, 1, x, ids, weights)
     gpu.serve(1)
     assert (gpu.mailbox.hinted, gpu.mailbox.bytes_ahead) == (0, 0)

@@ -213,7 +213,7 @@ def test_pools_say_what_is_wrong() -> None:
 def test_divided_experts_come_and_go(nodes: tuple[int, ...]) -> None:
     """Places for four of seven experts, each divided among the nodes; bytes are those of an undivided one."""
     whole, where = loaded(workspace((), "scalar"), "int4", 32), workspace(nodes, "scalar")
-    some = PackedExperts(where, EXPERTS, HIDDEN, WIDTH, "int4", group=32, places=4)
+    some = PackedExperts(where, EXPERTS, HIDDEN, WIDTH, "int4", group=32, cpu_slots=4)
     for expert in (0, 2, 4, 6):
         some.load_packed(expert, whole.packed(expert))
     for leaving, coming in ((2, 1), (0, 5), (1, 2)):

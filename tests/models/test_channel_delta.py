@@ -92,7 +92,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(KernelError, match="mixed"):
         folds.corrected(mixed[:, 1:].contiguous(), gates, step_of([(1, 0, LENGTH)]), memory, case.weights)
     step = step_of([(1, 0, LENGTH)])
-    step.batch.folded, step.batch.sure = torch.zeros(1).int(), torch.full((1,), LENGTH - 1).int()
+    step.batch.state_lens, step.batch.num_verified = torch.zeros(1).int(), torch.full((1,), LENGTH - 1).int()
     with pytest.raises(ValueError, match="channel_delta: a memory cannot take guesses back"):
         folds.corrected(mixed, gates, step, memory, case.weights)
     with pytest.raises(ValueError, match="channel_delta: decays' floor must be 0 or below"):

@@ -25,8 +25,8 @@ from tandem.errors import CheckpointError, ConfigError
 from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
-from tandem.mechanisms.shared_kv.shape import SharedKv
-from tandem.mechanisms.shared_kv.weights import SharedKvWeights
+from tandem.mechanisms.compressed_attention.shape import CompressedAttention
+from tandem.mechanisms.compressed_attention.weights import CompressedWeights
 from tandem.planner.choices.speculation import speculation, speculation_notices
 from tandem.planner.plan import Plan
 from tandem.planner.resolve import resolve
@@ -148,8 +148,8 @@ PRO = FLASH | {
 
 
 def kinds(model: ModelConfig) -> list[int]:
-    bodies = [mixer for mixer in model.mixers if isinstance(mixer, SharedKv)]
-    return [0 if body.pool is None else body.pool.stride for body in bodies]
+    bodies = [mixer for mixer in model.mixers if isinstance(mixer, CompressedAttention)]
+    return [0 if body.compression is None else body.compression.stride for body in bodies]
 
 
 def test_the_flash_model_has_its_layers_and_sizes() -> None:
@@ -258,9 +258,9 @@ def test_a_draft_layer_is_found_under_either_name() -> None:
 
 def test_output_matrices_are_in_memory_once() -> None:
     """They are packed, or on a GPU; a copy beside that would be 2.7 GiB of DeepSeek-V4-Flash's."""
-    shape = SharedKv(2, 16, 8, 4, Rope(1e4, 8), 1, 16, 1e-6)
+    shape = CompressedAttention(2, 16, 8, 4, Rope(1e4, 8), 1, 16, 1e-6)
     turns = torch.zeros(4, 4)
-    weights = SharedKvWeights(turns, turns, torch.zeros(2), torch.zeros(1, 16, 32))
+    weights = CompressedWeights(turns, turns, torch.zeros(2), torch.zeros(1, 16, 32))
     heads = CpuOps(_core.WorkerPool([-1]), "scalar").bound(shape, weights)
     groups = ref(weights.groups)
     del weights

@@ -104,8 +104,8 @@ Tried = tuple[int, int, int, int, int]
 
 def speculative(parts: list[Tried]) -> ForwardBatch:
     made = batch([(slot, before, new) for slot, before, _, new, _ in parts])
-    folded, sure = (torch.tensor([part[i] for part in parts], dtype=torch.int32) for i in (2, 4))
-    return replace(made, folded=folded, sure=sure)
+    state_lens, num_verified = (torch.tensor([part[i] for part in parts], dtype=torch.int32) for i in (2, 4))
+    return replace(made, state_lens=state_lens, num_verified=num_verified)
 
 
 def verified(
@@ -114,15 +114,15 @@ def verified(
     """Rows of slot 2 behind a prompt of 5; steps: of guesses, and how many are right. Wrong rows are others'."""
     wrong_wide, wrong_narrow = -wide, narrow.flip(0)
     out = [delta(wide[:5], narrow[:5], speculative([(2, 0, 0, 5, 5)]), kept)]
-    known = folded = 5
+    known = state_lens = 5
     for draft_tokens, came in steps:
         end, last = known + 1 + came, known + 1 + draft_tokens
         rows = [torch.cat([x[known:end], other[end:last]])
                 for x, other in ((wide, wrong_wide), (narrow, wrong_narrow))]  # fmt: skip
-        got = delta(rows[0], rows[1], speculative([(2, known, folded, 1 + draft_tokens, 1)]), kept)
+        got = delta(rows[0], rows[1], speculative([(2, known, state_lens, 1 + draft_tokens, 1)]), kept)
         out.append(got[: 1 + came])
-        folded, known = known + 1, end
-    rest = [delta(x, y, speculative([(2, known, folded, len(x), len(x))]), kept)
+        state_lens, known = known + 1, end
+    rest = [delta(x, y, speculative([(2, known, state_lens, len(x), len(x))]), kept)
             for x, y in [(wide[known:], narrow[known:])]]  # fmt: skip
     return torch.cat([*out, *rest])
 

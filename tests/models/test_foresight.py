@@ -31,15 +31,15 @@ ROWS, PAGE = 3, 16
 class ListeningExperts:
     """Takes hints, as those of a GPU do inside graphs, and notes what was hinted and what was asked."""
 
-    places = None
+    slot_of = None
 
     def __init__(self, experts: RoutedExperts, heard: list[tuple[str, Tensor]], listens: bool = True) -> None:
         self._experts, self.heard, self.listens = experts, heard, listens
 
-    def takes_hints(self, rows: int) -> bool:
+    def takes_predictions(self, rows: int) -> bool:
         return self.listens and rows == ROWS
 
-    def hint(self, routing: Routing) -> None:
+    def prefetch(self, routing: Routing) -> None:
         self.heard.append(("hinted", routing.ids.clone()))
 
     def submit(self, x: Tensor, routing: Routing) -> Any:
@@ -111,9 +111,9 @@ def test_where_layers_add_nothing_hints_are_right(tiny_models, variant) -> None:
         cast(Any, layer.blocks[1].operator).shared = None
     logits(model)
     top_k, ids = model.config.moe.router.top_k, [ids for what, ids in heard if what != "waited"]
-    _, hint, second, another, third = ids
-    assert torch.equal(hint, second[:, :top_k]) and torch.equal(another, third[:, :top_k])
-    assert not torch.equal(hint, another)  # each says something about its layer
+    _, prefetch, second, another, third = ids
+    assert torch.equal(prefetch, second[:, :top_k]) and torch.equal(another, third[:, :top_k])
+    assert not torch.equal(prefetch, another)  # each says something about its layer
 
 
 class Nothing:
@@ -145,7 +145,7 @@ def test_who_does_not_listen_is_not_asked(tiny_models) -> None:
     logits(model, ROWS - 1)
     assert heard and "hinted" not in [what for what, _ in heard]
     assert not any(
-        layer.moe.experts.takes_hints(1)
+        layer.moe.experts.takes_predictions(1)
         for layer in made(tiny_models["qwen3_moe"])[0].layers
         if layer.moe is not None and isinstance(layer.moe.experts, CpuExperts)
     )
@@ -160,9 +160,9 @@ def test_a_layer_with_next_to_nothing_on_the_cpu_takes_no_hints(on_cpu: int, row
     slots = torch.arange(16, dtype=torch.int32) - on_cpu
     cpu = CpuOps(_core.WorkerPool([-1]), "scalar").experts(16, 48, 32) if on_cpu else None
     experts = HybridExperts(slots.clamp(min=-1), None, cpu, handoff)
-    assert not experts.takes_hints(rows)
+    assert not experts.takes_predictions(rows)
     with handoff.rehearsing():
-        assert experts.takes_hints(rows) == takes
+        assert experts.takes_predictions(rows) == takes
 
 
 @pytest.mark.parametrize(("on_cpu", "takes"), [(5, False), (6, True)])
@@ -170,7 +170,7 @@ def test_shared_experts_are_not_among_those_a_router_may_choose(on_cpu: int, tak
     """2 of 16 are chosen: 0.75 of a row where 6 are in CPU memory; with a shared one counted it would be 3 of 17."""
     handoff = Handoff(HandoffSizes(4, 4, 48, 3), torch.device("cpu"), 1.0)
     slots = torch.arange(17, dtype=torch.int32) - on_cpu
-    cpu = CpuOps(_core.WorkerPool([-1]), "scalar").experts(17, 48, 32, places=on_cpu)
+    cpu = CpuOps(_core.WorkerPool([-1]), "scalar").experts(17, 48, 32, cpu_slots=on_cpu)
     experts = HybridExperts(slots.clamp(min=-1), None, cpu, handoff, shared=1)
     with handoff.rehearsing():
-        assert experts.takes_hints(1) == takes
+        assert experts.takes_predictions(1) == takes

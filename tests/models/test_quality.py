@@ -24,8 +24,8 @@ from tandem.cli.quality_run import QualityFlags, measure
 from tandem.engine.state.arrays import allocate
 from tandem.errors import CheckpointError, ConfigError
 from tandem.machine.gpus import Gpu
+from tandem.mechanisms.compressed_attention.shape import CompressedAttention
 from tandem.mechanisms.experts.shape import Experts
-from tandem.mechanisms.shared_kv.shape import SharedKv
 from tandem.models import build
 from tandem.models.layers import DecoderLayer
 from tandem.planner.plan import Plan
@@ -75,7 +75,7 @@ def test_streamed_layers_give_the_models_bits(tiny_models, variant: str, dtype: 
                 stream.config.state_layout(dtype, stream.plan.page_size), stream._pages_of(40), slots=2
             ).arrays
             expected = model.forward(batch, states)
-            if dtype == F32 and any(isinstance(mixer, SharedKv) for mixer in stream.config.mixers):
+            if dtype == F32 and any(isinstance(mixer, CompressedAttention) for mixer in stream.config.mixers):
                 # its attention is torch's products, whose sums of float32 are ordered by how many keys lie beside
                 torch.testing.assert_close(got[span], expected, rtol=2.0**-18, atol=2.0**-18)
             else:
@@ -364,7 +364,7 @@ def test_models_of_different_shape_are_refused(tiny_models, text_file: Path, tmp
 
 
 def test_late_experts_diverge_and_the_usual_way_does_not(tiny_models, text_file: Path) -> None:
-    request = QualityFlags(str(tiny_models["qwen3_moe"]), text=text_file, window=64, threads=1, late=1)
+    request = QualityFlags(str(tiny_models["qwen3_moe"]), text=text_file, window=64, threads=1, deferred=1)
     usual, late = measure(request).measured
     assert (usual.label, late.label) == ("as stored", "as stored, 1 late")
     assert usual.divergence is not None and late.divergence is not None
@@ -374,4 +374,4 @@ def test_late_experts_diverge_and_the_usual_way_does_not(tiny_models, text_file:
 
 def test_late_experts_of_a_layer_alone_are_not_measured() -> None:
     with pytest.raises(ConfigError, match="leave out --layer-kl or --kt-max-deferred-experts-per-token"):
-        QualityFlags("demo", late=1, layer_kl=True)
+        QualityFlags("demo", deferred=1, layer_kl=True)

@@ -130,17 +130,18 @@ class Guessing(Session):
 
     def text(self, prompt: list[int], wrong: int) -> Tensor:
         """Logits of a prompt that comes token by token, each followed by wrong ones, every third by right ones."""
-        rows, at, folded = list[Tensor](), 0, 0
+        rows, at, state_lens = list[Tensor](), 0, 0
         while at < len(prompt):
             right = min(len(prompt), at + (1 + wrong if at % 3 == 2 else 1))
             tokens = prompt[at:right] + [(token + 7) % 250 for token in range(1 + wrong - (right - at))]
             self.lengths[0] = at
             batch = replace(
-                self.batch([(0, tokens)]), folded=torch.tensor([folded]).int(), sure=torch.tensor([1]).int()
+                self.batch([(0, tokens)]), state_lens=torch.tensor([state_lens]).int(),
+                num_verified=torch.tensor([1]).int(),
             )
             with torch.inference_mode():
                 rows.append(self.model.forward(batch, self.states)[: right - at])
-            folded, at = at + 1, right
+            state_lens, at = at + 1, right
         return torch.cat(rows)
 
 

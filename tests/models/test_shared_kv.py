@@ -15,9 +15,9 @@ from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Ops
 from tandem.kernels.reference import TorchOps
 from tandem.kernels.step_rows import StepRows, step_rows
-from tandem.mechanisms.shared_kv.cpu import OwnKeys
-from tandem.mechanisms.shared_kv.shape import EntryIndex, Pool, SharedKv
-from tandem.mechanisms.shared_kv.torch import plain_attend
+from tandem.mechanisms.compressed_attention.cpu import OwnKeys
+from tandem.mechanisms.compressed_attention.shape import CompressedAttention, Compression, EntryIndex
+from tandem.mechanisms.compressed_attention.torch import plain_attend
 from tandem.mechanisms.streams.shape import Hyper
 from tandem.mechanisms.streams.torch import HyperStreams, HyperWeights
 from tandem.models.batch import ForwardBatch
@@ -113,11 +113,11 @@ def test_a_page_has_whole_entries(tiny_models) -> None:
 
 
 FLASH = Rope(1e4, 64, pairs="neighbours")
-SPARSE, HEAVY = Pool(4, True, EntryIndex(64, 128, 512)), Pool(128)
+SPARSE, HEAVY = Compression(4, True, EntryIndex(64, 128, 512)), Compression(128)
 
 
-def shared_kv(pool: Pool | None) -> SharedKv:
-    return SharedKv(64, 512, 1024, 128, FLASH, 8, 1024, 1e-6, pool)
+def shared_kv(pool: Compression | None) -> CompressedAttention:
+    return CompressedAttention(64, 512, 1024, 128, FLASH, 8, 1024, 1e-6, pool)
 
 
 def test_what_the_flash_model_keeps() -> None:
@@ -163,7 +163,7 @@ def test_plain_attention_reads_nothing_beyond_its_counts() -> None:
 def test_copies_that_fill_up_a_batch_compute_what_the_last_row_does() -> None:
     """They have slot 0, and its page: another value would be written to where its entry lies."""
     rows = step_rows(batch(positions=[9, 4, 4, 4], slots=[3, 2, 0, 0]))
-    assert rows.slots.tolist() == [3, 2, 2, 2] and rows.alone
+    assert rows.slots.tolist() == [3, 2, 2, 2] and rows.row_per_sequence
 
 
 def batch(positions: list[int], slots: list[int]) -> ForwardBatch:
@@ -194,7 +194,7 @@ def test_streams_mix_without_growing() -> None:
 @pytest.fixture
 def static(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where a decode step's shapes must not depend on values: it may become a graph."""
-    monkeypatch.setattr(StepRows, "static", property(lambda rows: rows.alone))
+    monkeypatch.setattr(StepRows, "static", property(lambda rows: rows.row_per_sequence))
 
 
 @pytest.mark.parametrize("name", OPS[:: len(OPS) - 1])

@@ -76,7 +76,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(KernelError, match="do not share what is written evenly"):
         folds.spaced(given, step_of(pieces), memory, case.weights._replace(groups=4))
     step = step_of(pieces)
-    step.batch.folded, step.batch.sure = torch.zeros(2).int(), torch.full((2,), LENGTH - 1).int()
+    step.batch.state_lens, step.batch.num_verified = torch.zeros(2).int(), torch.full((2,), LENGTH - 1).int()
     with pytest.raises(ValueError, match="state_space: a memory cannot take guesses back"):
         folds.spaced(given, step, memory, case.weights)
     assert memory.eq(0).all()

@@ -162,7 +162,7 @@ def test_what_a_memory_cannot_do_is_refused() -> None:
     with pytest.raises(ValueError, match="fold: a slot is not there"):
         folds.folded(tokens, step_of([(4, 0, LENGTH)]), memory)
     step = step_of([(1, 0, LENGTH)])
-    step.batch.folded, step.batch.sure = torch.zeros(1).int(), torch.full((1,), LENGTH - 1).int()
+    step.batch.state_lens, step.batch.num_verified = torch.zeros(1).int(), torch.full((1,), LENGTH - 1).int()
     with pytest.raises(ValueError, match="fold: a memory cannot take guesses back"):
         folds.folded(tokens, step, memory)
     ring = torch.zeros(4, TAPS - 1, 8)
@@ -202,7 +202,7 @@ def test_a_pattern_of_letters_is_the_list_of_words() -> None:
 
 def test_experts_in_fewer_channels_are_never_late(tiny_models) -> None:
     """Each layer projects their sum by itself."""
-    variant = Variant(tiny_models["nemotron_h-latent"], late=2)
+    variant = Variant(tiny_models["nemotron_h-latent"], deferred=2)
     model = variant.model()
     with pytest.raises(ConfigError, match="--late 2: each layer's experts have a projection of their own"):
         variant.plan(model, this_machine(), 8, open_checkpoint(variant.directory).formats())

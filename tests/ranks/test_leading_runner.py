@@ -21,8 +21,8 @@ class NotedLeader:
     def __init__(self) -> None:
         self.steps: list[tuple[int, bool, int | None]] = []
 
-    def step(self, chunks: Any, warms: bool = False, streams: bool = False, settled: int | None = None) -> None:
-        self.steps.append((sum(chunk.length for chunk in chunks), warms, settled))
+    def step(self, chunks: Any, warms: bool = False, streams: bool = False, committed: int | None = None) -> None:
+        self.steps.append((sum(chunk.length for chunk in chunks), warms, committed))
 
     def close(self) -> None: ...
 

@@ -182,7 +182,7 @@ class RoutedEcho(EchoModel):
             ids = torch.from_numpy(self._rng.choice(len(chances), (len(batch.input_ids), 8), p=chances))
             tally = self.usage.tally(layer)
             tally.tokens.index_add_(0, ids.flatten(), torch.ones(ids.numel(), dtype=torch.int64))
-            tally.seen[ids.flatten()] = 1
+            tally.used[ids.flatten()] = 1
         if self._steps % 10 == 0:
             self._exchange()
         return super().forward(batch, kv)

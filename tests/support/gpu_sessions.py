@@ -100,7 +100,7 @@ def restless(side: GpuSide, usage: ExpertUsage) -> LiveExperts:
     copies = CudaCopies(side.ops.device)
     usage.copy = copies.in_order
     hold_all([layer.cpu for layer in layers if layer], copies)
-    exchange = LiveExchange(layers, side.store.tables, copies, 1 << 30, meanwhile=side.handoff.meanwhile)
+    exchange = LiveExchange(layers, side.store.tables, copies, 1 << 30, between_answers=side.handoff.between_answers)
     return LiveExperts(policy, exchange, usage)
 
 

@@ -23,8 +23,8 @@ class Batch:
     block_tables: Tensor
     slots: Tensor
     single_rows: int = 0
-    folded: Tensor | None = None
-    sure: Tensor | None = None
+    state_lens: Tensor | None = None
+    num_verified: Tensor | None = None
     turns: Tensor | None = None
 
     def there(self, device: torch.device) -> Batch:

@@ -29,7 +29,7 @@ def sequence(asked: Prompt, computed: int = 0) -> Sequence:
     made = Sequence("a", 0, list(asked.ids), SamplingSettings(), arrival=0, max_len=64, page_size=PAGE, seed=0)
     show([made], asked.images, TOWER)
     made.add_pages(list(range(16)))
-    made.computed_len = made.folded_len = computed
+    made.computed_len = made.state_len = computed
     if made.images is not None:
         for number, each in enumerate(asked.images):
             rows = torch.arange(each.rows)[:, None, None]
@@ -59,17 +59,17 @@ def test_pieces_turn_in_the_region_and_text_behind_them_earlier() -> None:
     assert turns[:3] == [0, 1, 2] and turns[3:9] == list(range(REGION, REGION + 6)) and turns[9:11] == [6, 7]
     assert turns[11:16] == list(range(REGION + 6, REGION + 11)) and turns[16:] == [13, 14, 15, 16]
     assert batch.positions.tolist() == list(range(20))
-    assert batch.seen.rows.tolist() == [*range(3, 9), *range(11, 16)] and batch.seen.first == REGION
-    assert batch.seen.features[:, 0, 0].tolist() == [i / 16 for i in range(6)] + [1 + i / 16 for i in range(5)]
+    assert batch.image_rows.rows.tolist() == [*range(3, 9), *range(11, 16)] and batch.image_rows.first == REGION
+    assert batch.image_rows.features[:, 0, 0].tolist() == [i / 16 for i in range(6)] + [1 + i / 16 for i in range(5)]
 
 
 @pytest.mark.parametrize("cut", range(1, 20))
 def test_chunks_have_what_the_whole_has(cut: int) -> None:
     whole = filled(Chunk(sequence(ASKED), 20, 1))
     first, rest = filled(Chunk(sequence(ASKED), cut, 1)), filled(Chunk(sequence(ASKED, cut), 20 - cut, 1))
-    found = [batch.seen for batch in (first, rest) if batch.seen is not None]
-    assert torch.equal(torch.cat([seen.features for seen in found]), whole.seen.features)
-    assert torch.equal(torch.cat([seen.places for seen in found]), whole.seen.places)
+    found = [batch.image_rows for batch in (first, rest) if batch.image_rows is not None]
+    assert torch.equal(torch.cat([seen.features for seen in found]), whole.image_rows.features)
+    assert torch.equal(torch.cat([seen.places for seen in found]), whole.image_rows.places)
     text_rows = whole.turns < REGION
     assert torch.equal(torch.cat([first.turns, rest.turns])[text_rows], whole.turns[text_rows])
 
@@ -77,7 +77,7 @@ def test_chunks_have_what_the_whole_has(cut: int) -> None:
 def test_a_batch_of_text_is_as_without_a_tower() -> None:
     plain = Chunk(sequence(prompt(text(9))), 9, 1)
     batch, before = filled(plain), filled(plain, images_from=0)
-    assert batch.turns is None and batch.seen is None and batch.turning is batch.positions
+    assert batch.turns is None and batch.image_rows is None and batch.turning is batch.positions
     for field in dataclasses.fields(ForwardBatch):
         one, other = getattr(batch, field.name), getattr(before, field.name)
         assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
@@ -86,8 +86,8 @@ def test_a_batch_of_text_is_as_without_a_tower() -> None:
 def test_what_is_moved_is_moved_whole() -> None:
     batch = filled(Chunk(sequence(prompt(text(2))), 2, 0), Chunk(sequence(ASKED), 12, 1))
     there = moved(batch, CPU)
-    assert torch.equal(there.turns, batch.turns) and torch.equal(there.seen.rows, batch.seen.rows)
-    assert batch.seen.rows.tolist() == [*range(5, 11), 13]
+    assert torch.equal(there.turns, batch.turns) and torch.equal(there.image_rows.rows, batch.image_rows.rows)
+    assert batch.image_rows.rows.tolist() == [*range(5, 11), 13]
 
 
 def test_graphs_read_turns() -> None:

@@ -11,9 +11,9 @@ from tandem.architectures.gguf.deepseek_v4 import DEEPSEEK_V4
 from tandem.architectures.names import DraftNames, Names
 from tandem.architectures.shared import activation, assembled, epsilon, layer_count, moe, positive
 from tandem.errors import ConfigError
+from tandem.mechanisms.compressed_attention.shape import CompressedAttention, Compression, EntryIndex
 from tandem.mechanisms.experts.shape import Moe
 from tandem.mechanisms.router.shape import Router
-from tandem.mechanisms.shared_kv.shape import EntryIndex, Pool, SharedKv
 from tandem.mechanisms.streams.shape import Hyper
 from tandem.spec.activation import Activation
 from tandem.spec.drafts import Drafts
@@ -66,11 +66,11 @@ def _refuse_others(keys: JsonKeys) -> None:
         keys.get(key)  # what tensors say themselves; unused
 
 
-def _attention(keys: JsonKeys, kind: str) -> SharedKv:
+def _attention(keys: JsonKeys, kind: str) -> CompressedAttention:
     heads, groups = keys.size("num_attention_heads", 64), keys.optional("o_groups", 8)
     if groups < 1 or heads % groups:
         raise ConfigError(f"{keys.where}: o_groups {groups} does not divide {heads} heads; try 8")
-    return SharedKv(
+    return CompressedAttention(
         heads=heads,
         dim=keys.optional("head_dim", 512),
         q_rank=keys.size("q_lora_rank", 1024),
@@ -79,20 +79,20 @@ def _attention(keys: JsonKeys, kind: str) -> SharedKv:
         out_groups=groups,
         out_rank=keys.optional("o_lora_rank", 1024),
         eps=epsilon(keys),
-        pool=None if kind == SLIDING else _pool(keys, kind),
+        compression=None if kind == SLIDING else _compression(keys, kind),
     )
 
 
-def _pool(keys: JsonKeys, kind: str) -> Pool:
+def _compression(keys: JsonKeys, kind: str) -> Compression:
     """`compress_rates` by kind; older files have a key for each."""
     key, usual = STRIDES[kind]
     stride = keys.optional(key, keys.mapping("compress_rates").get(kind, usual))
     if type(stride) is not int or not 1 < stride <= 4096:
         raise ConfigError(f"{keys.where}: {kind} pools {stride} tokens, and must be 2 to 4096; try {usual}")
     if kind == HEAVY:
-        return Pool(stride)
+        return Compression(stride)
     heads, dim = keys.optional("index_n_heads", 64), keys.optional("index_head_dim", 128)
-    return Pool(stride, True, EntryIndex(heads, dim, keys.optional("index_topk", 512)))
+    return Compression(stride, True, EntryIndex(heads, dim, keys.optional("index_topk", 512)))
 
 
 def _rope(keys: JsonKeys, compressed: bool) -> Rope:

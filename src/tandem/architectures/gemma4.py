@@ -86,7 +86,7 @@ def _feed_forward(keys: JsonKeys, norm: Norm) -> Dense | Moe:
     keys = keys.overlaid({"num_experts_per_tok": keys.size("top_k_experts", 8)})
     router = replace(softmax_router(keys, "num_experts", True), expert_scale=True)
     experts = moe(router, keys.size("moe_intermediate_size", 704)).activated_by(how)
-    return replace(experts, beside=ParallelDense(dense, norm, keys.size("hidden_size", 2816) ** -0.5))
+    return replace(experts, parallel_dense=ParallelDense(dense, norm, keys.size("hidden_size", 2816) ** -0.5))
 
 
 def _attention(keys: JsonKeys, kind: str, layer: int) -> Gqa:

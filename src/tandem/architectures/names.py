@@ -99,21 +99,21 @@ PLAIN_DRAFT_NAMES = DraftNames()
 
 @dataclass(frozen=True, slots=True)
 class BlockNames:
-    """Modules of layers that guess a block of tokens. {stage}: a layer's number among them; {last}: the last one's.
-    earlier, later: of the two matrices that say which token follows which. sure: of how likely a guess is."""
+    """Modules of layers that guess a block of tokens. {number}: a layer's number among them; {last}: the last one's.
+    earlier, later: of the two matrices that say which token follows which. confidence: of how likely a guess is."""
 
-    layer: str = "mtp.{stage}."
+    layer: str = "mtp.{number}."
     projection: str = "mtp.0.main_proj"
     projected_norm: str = "mtp.0.main_norm"
     norm: str = "mtp.{last}.norm"
     streams: str = "mtp.{last}.hc_head_"
     earlier: str = "mtp.{last}.markov_head.markov_w1"
     later: str = "mtp.{last}.markov_head.markov_w2"
-    sure: str = "mtp.{last}.confidence_head.proj"
+    confidence: str = "mtp.{last}.confidence_head.proj"
 
-    def at(self, stage: int) -> str:
-        """Prefix of the modules of layer `stage`."""
-        return self.layer.format(stage=stage)
+    def at(self, number: int) -> str:
+        """Prefix of the modules of layer `number`."""
+        return self.layer.format(number=number)
 
     def of(self, layers: int) -> BlockNames:
         """Names in a block of `layers` layers."""

@@ -70,7 +70,7 @@ class OwnHybrids:
 
     def layer(self, index: int, count: int, width: int, fmt: str, activation: Activation = SILU) -> HybridExperts:
         own = torch.arange(count, dtype=torch.int32)
-        packed = self._cpu.experts(count, self._hidden, width, fmt, activation, places=count - self._skipped)
+        packed = self._cpu.experts(count, self._hidden, width, fmt, activation, cpu_slots=count - self._skipped)
         return HybridExperts(torch.where(own < self._skipped, own, -1), None, packed, self._handoff)
 
 

@@ -63,14 +63,14 @@ class ModelExperts:
         plan = experts_plan(own, self.config, machine, stored, on_cpu)
         self.plan = replace(plan, cpus=beginning_at(plan, _only_cpu()))
         self.ops = CpuOps(planned_pool(self.plan), self.plan.tier, self.plan.int8_activations)
-        self._kept = packed_cache(config, self.plan, self.config, checkpoint, self.ops)
-        if self._kept is not None:
-            self._kept.begin()
+        self._cache = packed_cache(config, self.plan, self.config, checkpoint, self.ops)
+        if self._cache is not None:
+            self._cache.begin()
             with suppress(CacheDamaged):  # which the cache has said; it has nothing any more
-                self._kept.confirm(lambda _done, _total: None)
+                self._cache.confirm(lambda _done, _total: None)
         self._waiting = set(self.config.moe_layers if host.loads is None else host.loads)
         store = self._store(config)
-        self._builder = Builder(self.config, self.plan, checkpoint, self.ops, None, store, self._kept)
+        self._builder = Builder(self.config, self.plan, checkpoint, self.ops, None, store, self._cache)
         self._names = names_of(self._builder)
 
     def layer(self, number: int) -> LayerExperts:
@@ -130,11 +130,11 @@ class LayerExperts:
 
     def _routing(self, ids: Tensor, weights: Tensor) -> Routing:
         """Beside a GPU a pair of no expert stands for one there, with weight 0: nobody posts it."""
-        places = self.experts.places
-        if places is None:
+        slot_of = self.experts.slot_of
+        if slot_of is None:
             return Routing(ids, weights)
         expert_ids, no_expert = ids.clamp(min=0), ids < 0
-        slots = places[expert_ids.long()].masked_fill(no_expert, 0)
+        slots = slot_of[expert_ids.long()].masked_fill(no_expert, 0)
         return Routing(expert_ids, weights.masked_fill(no_expert, 0.0), slots)
 
     def wait(self, ticket: Any) -> Tensor:

@@ -21,7 +21,7 @@ class OwnExperts:
         self._ops, self._hidden, self._skipped = ops, hidden, skipped
 
     def layer(self, index: int, count: int, width: int, fmt: str, activation: Activation = SILU) -> CpuExperts:
-        packed = self._ops.experts(count, self._hidden, width, fmt, activation, places=max(1, count - self._skipped))
+        packed = self._ops.experts(count, self._hidden, width, fmt, activation, cpu_slots=max(1, count - self._skipped))
         return _Rest(packed, self._skipped)
 
 

@@ -130,7 +130,7 @@ class _ReadTime(NamedTuple):
 
 
 def _part_of(layers: Sequence[PackedExperts], dense: _core.DenseOps) -> _TimedRead:
-    of_node = [list(ranges) for ranges in zip(*(layer.all_places() for layer in layers), strict=True)]
+    of_node = [list(ranges) for ranges in zip(*(layer.all_cpu_slots() for layer in layers), strict=True)]
     nbytes = sum(each.bytes for ranges in of_node for each in ranges)
     return _TimedRead(nbytes, partial(dense.read_ranges, of_node))
 

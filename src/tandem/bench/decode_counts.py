@@ -10,7 +10,7 @@ from tandem.experts.usage.expert_usage import ExpertUsage
 
 class StepCounts(NamedTuple):
     """posts: layers handed to the CPU; cpu_experts: that it used, each once per post. Tokens are routed ones, bytes
-    those of routed experts, each once per step. hinted to hint_bytes: `HintCounts`. Seconds: `HandoffTimes`."""
+    those of routed experts, each once per step. hinted to hint_bytes: `PrefetchCounts`. Seconds: `HandoffTimes`."""
 
     posts: int = 0
     cpu_experts: int = 0

@@ -125,7 +125,7 @@ class Built:
     new_runner: Callable[[], GpuRunner]
     stream: ExpertStream | None = None
 
-    def travels(self, share: float | None) -> None:
+    def stream_share(self, share: float | None) -> None:
         """So much of the experts in CPU memory in each prompt from now on; None: what is fastest."""
         if self.stream is not None:
             self.stream.rates.forced = share

@@ -92,11 +92,11 @@ class Work:
     def bound_seconds(self, rates: Rates) -> float:
         return min(self._seconds(rates, i / SPLITS) for i in range(SPLITS + 1))
 
-    def _seconds(self, rates: Rates, travelling: float) -> float:
+    def _seconds(self, rates: Rates, streamed_share: float) -> float:
         """travelling: of the experts in CPU memory."""
         cpu_share = 1 - self.gpu_share
-        gpu_part, cpu_part = self.gpu_share + travelling * cpu_share, (1 - travelling) * cpu_share
-        bus = travelling * cpu_share * self.expert_bytes / (rates.gpu.to_gpu_gbps * 1e9)
+        gpu_part, cpu_part = self.gpu_share + streamed_share * cpu_share, (1 - streamed_share) * cpu_share
+        bus = streamed_share * cpu_share * self.expert_bytes / (rates.gpu.to_gpu_gbps * 1e9)
         cpu = cpu_part * max(self.expert_flops / rates.cpu_flops, self.expert_bytes / (rates.dram_gbps * 1e9))
         flops, nbytes = self.dense_flops + gpu_part * self.expert_flops, self.dense_bytes + gpu_part * self.expert_bytes
         return max(bus, cpu, flops / rates.gpu.flops, nbytes / (rates.gpu.gbps * 1e9))
@@ -197,7 +197,7 @@ def _in_turn(
     step = hybrid.decoder(built, 1, request.cached + max(request.tokens))
     for _ in range(request.repeats):
         for way, times in seconds.items():
-            built.travels(WAYS[way])
+            built.stream_share(WAYS[way])
             moving.turn(way == LIVE, step)
             times.append(next(prompts[way]))
     return seconds

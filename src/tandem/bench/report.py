@@ -54,7 +54,7 @@ def build(config: EngineConfig, load: ForecastSizes = ForecastSizes()) -> dict[s
 
 def _flags(config: EngineConfig) -> dict[str, Any]:
     """Those that were given and say nothing of where things are or who may use them."""
-    return {name: getattr(config, name) for name in sorted(config.given - PRIVATE)}
+    return {name: getattr(config, name) for name in sorted(config.explicit - PRIVATE)}
 
 
 def _subject(path: Path, config: EngineConfig) -> Any:

@@ -93,7 +93,7 @@ class Verified(NamedTuple):
 
     rates: dict[str, float]
     question: PlanQuestion
-    asked: ForecastSizes
+    sizes: ForecastSizes
 
 
 def verified(question: PlanQuestion, probe: MachineProbe, load: ForecastSizes) -> Verified:

@@ -22,7 +22,7 @@ from tandem.experts.feed import LayerFeed
 from tandem.experts.handoff import Handoff
 from tandem.experts.hybrid_experts import HybridExperts, HybridTicket
 from tandem.experts.hybrid_store import HybridStore
-from tandem.experts.residency import Tier, experts_on
+from tandem.experts.residency import Location, experts_on
 from tandem.formats.codes import Weight, WeightCodes
 from tandem.formats.cut import stacked
 from tandem.formats.quant_format import QuantFormat
@@ -141,7 +141,7 @@ class SyntheticExperts(HybridExperts):
             self._fill_gpu(self._gpu, feed(0))
 
     def _fill_cpu(self, layer: PackedExperts, matrices: ExpertMatrices) -> None:
-        experts = experts_on(Tier.CPU, self._slot_of)
+        experts = experts_on(Location.CPU, self._slot_of)
         layer.load(experts[0], *matrices)
         packed = layer.packed(experts[0])
         for expert in experts[1:]:
@@ -158,7 +158,7 @@ class ReplayedExperts(SyntheticExperts):
 
     chosen: Tensor  # int32 [tokens, k] on the device, filled before every step
 
-    def takes_hints(self, rows: int) -> bool:
+    def takes_predictions(self, rows: int) -> bool:
         """Nobody asks the router."""
         return False
 
@@ -182,7 +182,7 @@ class NoExperts:
     """A store without experts: what a step costs without its routed experts."""
 
     expert_bytes = 0
-    places = None
+    slot_of = None
 
     def load(self, feed: LayerFeed, cache: KeptLayer | None = None) -> None: ...
 
@@ -191,10 +191,10 @@ class NoExperts:
     def sure_read(self, experts: int) -> SureRead:
         return SureRead(cast(Any, self), experts)
 
-    def takes_hints(self, rows: int) -> bool:
+    def takes_predictions(self, rows: int) -> bool:
         return False
 
-    def hint(self, routing: Routing) -> None: ...
+    def prefetch(self, routing: Routing) -> None: ...
 
     def submit(self, x: Tensor, routing: Routing) -> Tensor:
         return x
@@ -226,8 +226,8 @@ class SyntheticStore:
             return NoExperts()
         if self._chosen is None:
             return self._store.layer(index, count, width, fmt, activation, SyntheticExperts)
-        kind, places = (ReplayedAnywhere, count) if self._whole else (ReplayedExperts, 0)
-        experts = self._store.layer(index, count, width, fmt, activation, kind, places)
+        kind, cpu_slots = (ReplayedAnywhere, count) if self._whole else (ReplayedExperts, 0)
+        experts = self._store.layer(index, count, width, fmt, activation, kind, cpu_slots)
         assert isinstance(experts, ReplayedExperts)
         experts.chosen = self._chosen[index]
         return experts

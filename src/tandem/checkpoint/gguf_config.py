@@ -132,8 +132,8 @@ class _GgufMetadata:
         """Layers of the model itself. Files count draft layers among their blocks or do not, and may lack them."""
         count, drafts = self.need("block_count"), self.optional("nextn_predict_layers", 0)
         last = _last_block(self.model)
-        beside = drafts and last == count and not _is_draft_block(self.model, count - drafts)
-        own = count if beside else count - max(drafts, 0)
+        drafts_inside = drafts and last == count and not _is_draft_block(self.model, count - drafts)
+        own = count if drafts_inside else count - max(drafts, 0)
         if own < 1:
             raise self.refuse("block_count", f"is {count}, of which {drafts} are draft layers: no layer is left")
         if last < own:

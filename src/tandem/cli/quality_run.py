@@ -50,7 +50,7 @@ class QualityFlags:
     layer_kl: bool = False
     int8_activations: bool = False  # beside the usual ones
     gpu_shares: tuple[float, ...] = ()  # of the experts, on a GPU; (): computed on the CPU
-    late: int = 0  # experts of a token, beside the usual way
+    deferred: int = 0  # experts of a token, beside the usual way
     cached: str | None = None  # dtype of keys and values, beside the usual one
     dtype: str = "auto"
     reference_dtype: str = "auto"
@@ -63,7 +63,7 @@ class QualityFlags:
                 "--reference-logits stands for the reference: leave out --reference, --save-logits and --layer-kl"
             )
 
-        if self.late and self.layer_kl:
+        if self.deferred and self.layer_kl:
             raise ConfigError(
                 "--layer-kl measures a layer alone, but late experts are added in the next one: leave out --layer-kl "
                 "or --kt-max-deferred-experts-per-token"
@@ -80,7 +80,7 @@ class QualityFlags:
             or self.dtype != self.reference_dtype
             or self.tier != "auto"
             or self.gpu_shares
-            or self.late
+            or self.deferred
             or self.cached
         ):
             return (None,)
@@ -96,7 +96,7 @@ class QualityFlags:
             for method in self.measured
             for mode in modes
             for share in shares
-            for deferred in ((0, self.late) if self.late else (0,))
+            for deferred in ((0, self.deferred) if self.deferred else (0,))
             for cached in ((self.cached, "auto") if self.cached else ("auto",))  # the first says what it lacks
         ]
         return [(_label(variant), variant) for variant in combinations]
@@ -106,7 +106,7 @@ def _label(variant: Variant) -> str:
     label = (variant.method or "as stored") + (" A8" if variant.int8_activations else "")
     if variant.gpu_share is not None:
         label += f", {variant.gpu_share:.0%} on the GPU"
-    label += f", {variant.late} late" if variant.late else ""
+    label += f", {variant.deferred} late" if variant.deferred else ""
     return label if variant.cached == "auto" else f"{label}, KV cache {variant.cached}"
 
 

@@ -37,11 +37,11 @@ class RecordingExperts:
 
     def __init__(self, experts: RoutedExperts) -> None:
         self._experts = experts
-        self.asked: list[tuple[Tensor, Routing]] = []
+        self.calls: list[tuple[Tensor, Routing]] = []
 
     @property
-    def places(self) -> Tensor | None:
-        return self._experts.places
+    def slot_of(self) -> Tensor | None:
+        return self._experts.slot_of
 
     def load(self, feed: LayerFeed, cache: KeptLayer | None = None) -> None:
         self._experts.load(feed, cache)
@@ -56,13 +56,13 @@ class RecordingExperts:
     def sure_read(self, experts: int) -> SureRead:
         return self._experts.sure_read(experts)
 
-    def takes_hints(self, rows: int) -> bool:
+    def takes_predictions(self, rows: int) -> bool:
         return False
 
-    def hint(self, routing: Routing) -> None: ...
+    def prefetch(self, routing: Routing) -> None: ...
 
     def submit(self, x: Tensor, routing: Routing) -> Any:
-        self.asked.append((x.clone(), Routing(routing.ids.clone(), routing.weights.clone())))
+        self.calls.append((x.clone(), Routing(routing.ids.clone(), routing.weights.clone())))
         return self._experts.submit(x, routing)
 
     def wait(self, ticket: Any) -> Tensor:
@@ -84,11 +84,11 @@ class LayerInputs:
 
         A sample of all rows comes after its own, as many as `_TYPICAL_TOKENS` of average weight count.
         """
-        rows, places = torch.where(self.ids == expert)
+        rows, cpu_slots = torch.where(self.ids == expert)
         step = max(1, len(self.x) // _SAMPLED)
         sample = self.x[::step][:_SAMPLED]
         typical = self.weights.square().mean() * _TYPICAL_TOKENS / len(sample)
-        counts = torch.cat((self.weights[rows, places], typical.sqrt().expand(len(sample))))
+        counts = torch.cat((self.weights[rows, cpu_slots], typical.sqrt().expand(len(sample))))
         return torch.cat((self.x[rows], sample)).float(), counts[:, None]
 
     def products(self, expert: int, gate_up: tuple[Tensor, ...] | None = None) -> Tensor:
@@ -133,7 +133,7 @@ class Calibration:
         self._stream.advance(layer, self._stream.hidden)
         if recording is None or moe is None:
             return None
-        xs, routings = zip(*recording.asked, strict=True)
+        xs, routings = zip(*recording.calls, strict=True)
         return LayerInputs(
             torch.cat(xs),
             torch.cat([r.ids for r in routings]),

@@ -61,8 +61,8 @@ class CpuRunner:
             logits = self._model.forward(batch, self._states)
             return StepOutput(step, HostLogits(logits.to(device="cpu", dtype=torch.float32).numpy()))
 
-    def settled(self, tokens: int) -> None:
-        """As `GpuRunner.settled`; nothing has waited for it."""
+    def commit(self, tokens: int) -> None:
+        """As `GpuRunner.commit`; nothing has waited for it."""
 
     def pause(self, chunks: list[Chunk]) -> PrefillTask | None:
         """A task of these chunks, one at a time; steps may run between its pieces. None: this model cannot stop."""

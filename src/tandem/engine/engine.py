@@ -188,7 +188,7 @@ class Engine:
         if not self._scheduler.in_flight:
             return None
         prefill = self._overlap.step_overlap(chunks, partial(self._tried, counts=False), pauses)
-        if not prefill.waits:
+        if not prefill.overlaps:
             prefill()
         return prefill
 
@@ -222,7 +222,7 @@ class Engine:
             seconds, drawing = max(0.0, seconds - max(0.0, delay - drawing)), max(0.0, drawing - delay)
         _tell(self._speculation, outcome.turns, seconds + drawing)
         if has_prefill:
-            self._scheduler.pace.observe(outcome.num_tokens, seconds, step.chunks[0].sure == 1)  # 0: it failed
+            self._scheduler.pace.observe(outcome.num_tokens, seconds, step.chunks[0].num_verified == 1)  # 0: it failed
         else:
             self._scheduler.pace.decoded(seconds, overlapped=prefill is not None or delay > 0)
         self._counters.steps += 1
@@ -231,7 +231,7 @@ class Engine:
 
     def _computed(self, step: Step, prefill: StepOverlap | None) -> StepOutput:
         """The step, and meanwhile a slice of the prefill task where a device computes."""
-        overlaps = prefill is not None and prefill.waits
+        overlaps = prefill is not None and prefill.overlaps
         with self._runner.start(step, overlaps) as running:
             if prefill is not None and overlaps:
                 prefill()
@@ -242,7 +242,7 @@ class Engine:
         engine goes on. counts: it is a step of its own."""
         try:
             output = run()
-            return StepResult([], []) if output is None else self._settled(output, counts)
+            return StepResult([], []) if output is None else self._committed(output, counts)
         except Exception as error:
             _log.exception("a step of %d sequences failed", len(chunks))
             self._runner.after_failure()
@@ -302,19 +302,19 @@ class Engine:
                 outputs += [self._answers.refuse(sequence, error) for sequence in sequences]
         return outputs
 
-    def _settled(self, output: StepOutput, counts: bool) -> StepResult:
+    def _committed(self, output: StepOutput, counts: bool) -> StepResult:
         turns, logits = list(turns_of(output.step.chunks)), output.logits
         for turn in turns:
             if turn.sequence.scores_prompt:
                 score_prompt(turn.chunk, logits.fetched(slice(turn.row + 1 - turn.chunk.logits, turn.row + 1)))
-        active = [turn for turn in turns if turn.chunk.samples or self._settle(turn, None)]
+        active = [turn for turn in turns if turn.chunk.samples or self._commit(turn, None)]
         while active:  # once, and again for those whose guess was right
             tokens = self._chosen(logits, active)
-            active = [turn for turn, sampled in zip(active, tokens, strict=False) if self._settle(turn, sampled)]
+            active = [turn for turn, sampled in zip(active, tokens, strict=False) if self._commit(turn, sampled)]
         self._rows_ahead.of_answers(turns)
         _count(turns, self._meter, self._recorder if counts else None)
         if counts:
-            _settle_rows(self._runner, turns)
+            _commit_rows(self._runner, turns)
         outputs = [each for turn in turns if (each := turn.output) is not None]
         return StepResult(outputs, turns, output.step.num_tokens)
 
@@ -331,7 +331,7 @@ class Engine:
                 turn.end(self._answers.fail(turn.sequence, error))
             return []
 
-    def _settle(self, turn: SequenceOutput, sampled: Sampled | None) -> bool:
+    def _commit(self, turn: SequenceOutput, sampled: Sampled | None) -> bool:
         """True: its next token can be chosen in this step, too. sampled: None where the prompt goes on."""
         try:
             return self._advance(turn, sampled)
@@ -374,10 +374,10 @@ def _count(turns: list[SequenceOutput], meter: ExpertMeter | None, recorder: Exp
         _log.exception("a step was not counted")
 
 
-def _settle_rows(executor: Executor, turns: list[SequenceOutput]) -> None:
+def _commit_rows(executor: Executor, turns: list[SequenceOutput]) -> None:
     """Likewise, unless the GPU has stopped: then it raises EngineError."""
     try:
-        executor.settled(sum(turn.rows for turn in turns))
+        executor.commit(sum(turn.rows for turn in turns))
     except Exception:
         _log.exception("experts may stay where they are: a step's rows were not counted")
         executor.after_failure()

@@ -17,7 +17,7 @@ from tandem.engine.protocol import ExpertsRecorded, ExpertStats, ExpertTraffic
 from tandem.engine.step.step import SequenceOutput
 from tandem.errors import RequestError
 from tandem.experts.handoff import Handoff
-from tandem.experts.handoff_counts import HandoffTimes, HintCounts
+from tandem.experts.handoff_counts import HandoffTimes, PrefetchCounts
 from tandem.experts.live.live_experts import LiveExperts
 from tandem.experts.placement import ExpertPlacement, load_counts, place
 from tandem.experts.usage.expert_usage import ExpertUsage
@@ -119,7 +119,7 @@ class ExpertMeter:
         sides = self._usage.sides()
         times = HandoffTimes() if self._handoff is None else self._handoff.times()
         moving = None if self._live is None else self._live.times()
-        hints = HintCounts() if self._handoff is None else self._handoff.hints()
+        hints = PrefetchCounts() if self._handoff is None else self._handoff.hints()
         return ExpertStats(
             layers=self._layers,
             gpu_tokens=sides.gpu_tokens.tolist(),
@@ -129,7 +129,7 @@ class ExpertMeter:
             hit_rate=sides.hit_rate,
             swaps=self._usage.swaps,
             swap_rests=self._usage.swap_rests,
-            swap_seconds=0.0 if moving is None else moving.seconds + moving.beside,
+            swap_seconds=0.0 if moving is None else moving.seconds + moving.overlapped_seconds,
             swap_wait_seconds=0.0 if moving is None else moving.waited,
             handoff_posts=times.posts,
             handoff_wait_seconds=times.wait_seconds,

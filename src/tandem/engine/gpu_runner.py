@@ -15,7 +15,7 @@ from tandem.engine.cpu_runner import StepModel
 from tandem.engine.graphs.decode_graphs import DecodeCapture, DecodeGraph, nothing_collected
 from tandem.engine.graphs.inputs import GraphPlan
 from tandem.engine.graphs.pool import GraphPool
-from tandem.engine.graphs.prefill_graphs import PrefillCapture, PromptGraph
+from tandem.engine.graphs.prefill_graphs import PrefillCapture, PrefillGraph
 from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.engine.sampling.logits import BestRows, DeviceLogits, HostRows, StepEnd
 from tandem.engine.sampling.masks import RowMasks, TokenMask
@@ -113,7 +113,7 @@ class GpuRunner:
         )  # fmt: skip
         self._device = handoff.device
         own, paused = regions(graphs.images_from, shape.max_tokens)
-        self._arrays = arrays(apart=True, images_from=own)
+        self._arrays = arrays(row_per_sequence=True, images_from=own)
         self._paused = arrays(pinned=self._device.type == "cuda", images_from=paused)
         self._speculative = False  # whether the last step had rows of guesses that are not settled yet
         self._rows, self._best = HostRows(handoff.device), BestRows(shape.max_tokens, handoff.device)
@@ -122,7 +122,7 @@ class GpuRunner:
         overlaps = self._start is not None and self._start.pausable()
         overlaps = overlaps and not graphs.drafting and not graphs.one_stream
         self._streams = Streams(handoff.device, overlaps, graphs.reserved_sms if graphs.prompts else 0)
-        self._feeder = LaunchThread(partial(_on, self._device)) if overlaps else None
+        self._launcher = LaunchThread(partial(_on, self._device)) if overlaps else None
         self._streams.enter()
         with torch.inference_mode(), nothing_collected():
             self._graphs.capture_decode(graphs, self._decode_capture())
@@ -170,7 +170,7 @@ class GpuRunner:
             self._end.mark()
             return self._done(logits, best)
 
-    def settled(self, tokens: int) -> None:
+    def commit(self, tokens: int) -> None:
         """The last step's rows were so many tokens, and nothing else is counted any more."""
         if self._speculative and self._live is not None:
             self._live.after_step(self._end.passed)
@@ -236,8 +236,8 @@ class GpuRunner:
                 self._end.mark()
                 self._move_experts()
             with _or_else(feeding.close), _or_else(let_end):
-                if overlaps and self._feeder is not None:
-                    feeding.enter_context(self._feeder.opened())  # until the GPU has ended, too
+                if overlaps and self._launcher is not None:
+                    feeding.enter_context(self._launcher.opened())  # until the GPU has ended, too
                 self._handoff.finish()
 
         def finish() -> DeviceLogits:
@@ -287,7 +287,7 @@ class GpuRunner:
         return self._done(logits, best)
 
     def _prefilled(
-        self, choice: Choice[DecodeGraph, PromptGraph], batch: ForwardBatch, make: Callable[[], None]
+        self, choice: Choice[DecodeGraph, PrefillGraph], batch: ForwardBatch, make: Callable[[], None]
     ) -> DeviceLogits:
         """Prompts in the graph of their path, while no pass is under way."""
         task = self.paused(batch, choice.prefill, choice.path is Path.SHARED_PREFILL_GRAPH)
@@ -304,7 +304,7 @@ class GpuRunner:
         return self.paused(self._paused.fill(chunks))
 
     def paused(
-        self, batch: ForwardBatch, graph: PromptGraph | None = None, split: bool = False
+        self, batch: ForwardBatch, graph: PrefillGraph | None = None, split: bool = False
     ) -> PrefillTask | None:
         """A task beside which graphs are replayed. None: this model cannot stop, or its operations keep something that
         steps change. The batch is in host memory, and stays as it is. graph: of it, if nothing is replayed beside it;
@@ -316,22 +316,22 @@ class GpuRunner:
         reserve_sms = choice is not None and choice.prefill is not None
         # A graph that runs now writes nothing that this pass reads, so the pass does not wait for it. Pieces of images
         # were put together on that stream, and experts have changed places there.
-        after = choice is None or batch.seen is not None or (self._live is not None and self._live.settling)
+        after = choice is None or batch.image_rows is not None or (self._live is not None and self._live.settling)
         with torch.inference_mode(), self._streams.side_stream(after, reserve_sms):
             try:
-                gpu_only = start.hold(batch, split)
+                gpu_only = start.begin_task(batch, split)
                 if choice is not None:
                     choice = choice if gpu_only else background_with_cpu()
                     choice.log(len(batch.input_ids))
                     graph = choice.prefill
                 pieces = self._pieces(batch, self._model, graph)
             except BaseException:
-                start.release()
+                start.end_task()
                 raise
         place = GpuPlace(start, self._streams, self._usage, self._rows, reserve_sms)
-        return PrefillTask(pieces, place, self._feeder if gpu_only and isinstance(pieces, LayerPieces) else None)
+        return PrefillTask(pieces, place, self._launcher if gpu_only and isinstance(pieces, LayerPieces) else None)
 
-    def _pieces(self, batch: ForwardBatch, model: PausingModel, graph: PromptGraph | None) -> PrefillPieces:
+    def _pieces(self, batch: ForwardBatch, model: PausingModel, graph: PrefillGraph | None) -> PrefillPieces:
         tallies = None if self._usage is None else self._usage.overlap_tallies(len(batch.input_ids))
         if graph is not None:
             return graph.of(batch)
@@ -354,7 +354,7 @@ class GpuRunner:
     ) -> DeviceLogits:
         """Ends the step: so its time is known, and the pinned images are free again. The CPU has done its part, so
         experts may change places while the GPU does the rest of its own: their copies come after it. After rows of
-        guesses they wait until wrong ones are no longer counted (`settled`)."""
+        guesses they wait until wrong ones are no longer counted (`commit`)."""
         if self._live is not None and not self._speculative:
             self._live.after_step(self._end.passed)
         device_logits = DeviceLogits(logits, best, self._rows, masked=[mask is not None for mask in masked])

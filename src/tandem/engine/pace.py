@@ -37,7 +37,7 @@ class PrefillPace:
         that nobody else is in: stages compute them one behind the other."""
         self._max_step_tokens, self._streams, self._whole_chunks = max_step_tokens, streams, whole_chunks
         self._tokens_per_second: float | None = None
-        self._pieces, self._beside, self._decoding_seconds = pieces, overlap_tokens, 0.0
+        self._pieces, self._overlap_tokens, self._decoding_seconds = pieces, overlap_tokens, 0.0
         self._shared, self._pipelined = shared or max_step_tokens, pipelined
 
     def decoded(self, seconds: float, overlapped: bool = False) -> None:
@@ -72,8 +72,8 @@ class PrefillPace:
         most = min(self._max_step_tokens, decoding + self._shared)
         if decoding == 0:
             return most
-        if self._beside and pauses:
-            return min(most, decoding + self._beside)
+        if self._overlap_tokens and pauses:
+            return min(most, decoding + self._overlap_tokens)
         rate = self._tokens_per_second
         wait = SHARED_STEP_SECONDS
         if pauses and self._pieces > 1 and self._decoding_seconds:

@@ -69,7 +69,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.preemptions = 0
         self._background: Step | None = None
-        self._on_preempt: Callable[[], Callable[[], None] | None] | None = None
+        self._on_release: Callable[[], Callable[[], None] | None] | None = None
 
     def add(self, answers: list[Sequence]) -> None:
         """The n answers of one request. The first prefills; the others wait until they can share its pages."""
@@ -84,14 +84,14 @@ class Scheduler:
         """Prefill chunks that are computed between steps; their sequences are in none."""
         return () if self._background is None else self._background.chunks
 
-    def begin_background(self, step: Step, on_preempt: Callable[[], None]) -> None:
-        """These chunks are in flight until `end_background`. on_preempt: a method, called when one of them loses its
+    def begin_background(self, step: Step, on_release: Callable[[], None]) -> None:
+        """These chunks are in flight until `end_background`. on_release: a method, called when one of them loses its
         pages; its object may be freed meanwhile, since a model is freed with its engine."""
-        self._background, self._on_preempt = step, WeakMethod(on_preempt)
+        self._background, self._on_release = step, WeakMethod(on_release)
 
     def end_background(self) -> Step | None:
         """The step that was in flight."""
-        step, self._background, self._on_preempt = self._background, None, None
+        step, self._background, self._on_release = self._background, None, None
         return step
 
     def next(self, pauses: bool = True, pipelines: bool = False) -> list[Chunk]:
@@ -140,20 +140,20 @@ class Scheduler:
         """The model has run `chunk`: its rows of tokens that the sequence has count. A prompt becomes a cached prefix
         chunk by chunk: all at once would take as long as a step. A finished one wakes the other answers."""
         sequence, done = chunk.sequence, chunk.samples
-        sequence.advance(chunk.sure)
-        sequence.folded_len = sequence.computed_len
-        self._store.mark(sequence)
+        sequence.advance(chunk.num_verified)
+        sequence.state_len = sequence.computed_len
+        self._store.snapshot(sequence)
         if sequence.answer_len == 0:
             self._store.remember(sequence)
         if done and sequence.answer_len == 0:
             self._wake_siblings(sequence)
-        self._store.slide(sequence)
+        self._store.trim_window(sequence)
 
     def accept(self, sequence: Sequence) -> None:
         """The token appended last was guessed: the next row of the chunk that has run counts as well."""
         sequence.advance(1)
-        self._store.mark(sequence)
-        self._store.slide(sequence)
+        self._store.snapshot(sequence)
+        self._store.trim_window(sequence)
 
     def finish(self, sequence: Sequence, *, keep: bool = True) -> None:
         """Ends a sequence in any state and frees its pages now. `keep`: what they hold is sound, cache it."""
@@ -209,7 +209,7 @@ class Scheduler:
         length = min(tokens, self._store.chunk_end(sequence) - sequence.computed_len)
         if sequence.scores_prompt:
             length = min(length, max(1, rows))
-        length = self._store.reach(sequence, length)  # last: it takes pages for all of them
+        length = self._store.extend_window(sequence, length)  # last: it takes pages for all of them
         if not sequence.scores_prompt:
             return Chunk(sequence, length, int(length == sequence.pending_len))
         first_unknown = max(sequence.computed_len, len(sequence.prompt_logprobs) - 1)
@@ -236,10 +236,10 @@ class Scheduler:
         """Nothing may write to pages that are somebody else's."""
         if any(chunk.sequence is sequence for chunk in self.in_flight):
             unfinished = [chunk.sequence for chunk in self.in_flight]
-            if self._on_preempt is not None and (on_preempt := self._on_preempt()) is not None:
-                on_preempt()
+            if self._on_release is not None and (on_release := self._on_release()) is not None:
+                on_release()
             for each in unfinished:
-                self._store.cut(each)
+                self._store.rollback_window(each)
         self._store.release(sequence, keep=keep)
 
     def _admit(self, sequence: Sequence) -> bool:

@@ -46,11 +46,10 @@ class Sequence:
     __slots__ = (
         "arrival",
         "arrived_at",
-        "border_len",
-        "border_slot",
+        "boundary_len",
+        "boundary_slot",
         "cached_prompt_len",
         "computed_len",
-        "folded_len",
         "images",
         "index",
         "keys",
@@ -71,6 +70,7 @@ class Sequence:
         "slot",
         "slots_taken",
         "started_at",
+        "state_len",
         "status",
         "takes_best",
         "token_counts",
@@ -104,7 +104,7 @@ class Sequence:
         self.keys = self.tokens  # of the prefix cache, one a token
         self.prompt_len = len(prompt_ids)
         self.max_len = max_len
-        self.computed_len = self.folded_len = 0
+        self.computed_len = self.state_len = 0
         self.cached_prompt_len = 0  # prompt tokens that cost nothing at the first admission
         self.status = Status.WAITING
         self.page_size = page_size
@@ -114,8 +114,8 @@ class Sequence:
         self.window_first = self.window_end = 0  # numbers first … end - 1 of them are held
         self.slot = 0  # of what is kept of it beside pages; 0: none
         self.slots_taken = 0  # how many it has had: one after each preemption
-        self.border_slot = 0  # a copy of that as it was after border_len tokens
-        self.border_len = 0
+        self.boundary_slot = 0  # a copy of that as it was after boundary_len tokens
+        self.boundary_len = 0
         self.matched_len = (
             0  # tokens whose pages were known at the last admission, with or without a slot's copy
         )
@@ -207,7 +207,7 @@ class Sequence:
         """Gives the pages back to the caller, who releases them; what was computed in them is forgotten."""
         pages = self.pages
         self.num_pages = 0
-        self.computed_len = self.folded_len = 0
+        self.computed_len = self.state_len = 0
         if self.images is not None:
             self.images.features.clear()
         return pages
@@ -249,7 +249,7 @@ class Chunk(NamedTuple):
         return self.sequence.computed_len + self.offset
 
     @property
-    def sure(self) -> int:
+    def num_verified(self) -> int:
         """Rows of tokens that the sequence has."""
         return self.length - len(self.draft_tokens)
 
@@ -261,12 +261,12 @@ class Chunk(NamedTuple):
     @property
     def samples(self) -> bool:
         """Whether the step reaches the sequence's last token, so that the next one is chosen."""
-        return self.offset + self.sure == self.sequence.pending_len
+        return self.offset + self.num_verified == self.sequence.pending_len
 
     @property
     def tokens(self) -> list[int]:
         """Token ids of its rows, guesses last."""
-        return [*self.sequence.tokens[self.first : self.first + self.sure], *self.draft_tokens]
+        return [*self.sequence.tokens[self.first : self.first + self.num_verified], *self.draft_tokens]
 
     def cut(self, most: int) -> list[Chunk]:
         """The same rows as chunks of up to `most`, one behind the other. Without draft tokens."""

@@ -30,7 +30,7 @@ class RoutedExperts(Protocol):
         ...
 
     @property
-    def places(self) -> Tensor | None:
+    def slot_of(self) -> Tensor | None:
         """int32 [experts]: the slot on the GPU, or -1; what `submit` likes to find in its routing. None: no GPU."""
         ...
 
@@ -38,11 +38,11 @@ class RoutedExperts(Protocol):
         """The last `experts` of the layer, which every token chooses."""
         ...
 
-    def takes_hints(self, rows: int) -> bool:
-        """Whether `hint` is worth asking the router for so many rows."""
+    def takes_predictions(self, rows: int) -> bool:
+        """Whether `prefetch` is worth asking the router for so many rows."""
         ...
 
-    def hint(self, routing: Routing) -> None:
+    def prefetch(self, routing: Routing) -> None:
         """Names the routing that the next `submit` will probably get. No result depends on it."""
         ...
 
@@ -77,7 +77,7 @@ class CpuExperts:
     returns when the work is done.
     """
 
-    places = None
+    slot_of = None
 
     def __init__(self, layer: ExpertLayer, in_place: bool = False) -> None:
         """in_place: the layer uses its experts where they are, so that loading them takes no time."""
@@ -106,11 +106,11 @@ class CpuExperts:
         """The last `experts` of the layer, which every token chooses."""
         return SureRead(self._layer, experts)
 
-    def takes_hints(self, rows: int) -> bool:
+    def takes_predictions(self, rows: int) -> bool:
         """Between two layers this side computes everything itself."""
         return False
 
-    def hint(self, routing: Routing) -> None: ...
+    def prefetch(self, routing: Routing) -> None: ...
 
     def submit(self, x: Tensor, routing: Routing) -> Ticket:
         """x [T, hidden], routing [T, k]."""

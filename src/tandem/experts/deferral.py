@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tandem.experts.cpu_experts import RoutedExperts
 from tandem.experts.feed import LayerFeed
-from tandem.experts.residency import Tier, on_tier
+from tandem.experts.residency import Location, on_location
 from tandem.kernels.ops import ExpertBiases, Routing, SureRead
 from tandem.kernels.packed.cache import KeptLayer
 
@@ -41,7 +41,7 @@ class Deferral(NamedTuple):
         order = torch.sort(weights, dim=-1, descending=True, stable=True).indices
         mask = torch.zeros_like(routing.ids, dtype=torch.bool)
         mask.scatter_(1, order[:, self.kept :], True)
-        return mask if routing.slots is None else mask & on_tier(Tier.CPU, routing.slots)
+        return mask if routing.slots is None else mask & on_location(Location.CPU, routing.slots)
 
 
 def who_defers(on_cpu: Sequence[bool]) -> list[bool]:
@@ -63,7 +63,7 @@ class DeferredTicket:
 
     inner: Any
     x: Tensor
-    late: Routing | None
+    deferred: Routing | None
 
 
 class DeferredExperts:
@@ -85,19 +85,19 @@ class DeferredExperts:
         return self._inner.expert_bytes
 
     @property
-    def places(self) -> Tensor | None:
+    def slot_of(self) -> Tensor | None:
         """As the inner ones'."""
-        return self._inner.places
+        return self._inner.slot_of
 
     def sure_read(self, experts: int) -> SureRead:
         """As the inner ones'."""
         return self._inner.sure_read(experts)
 
-    def takes_hints(self, rows: int) -> bool:
+    def takes_predictions(self, rows: int) -> bool:
         """Nobody waits between these layers."""
         return False
 
-    def hint(self, routing: Routing) -> None: ...
+    def prefetch(self, routing: Routing) -> None: ...
 
     def submit(self, x: Tensor, routing: Routing) -> DeferredTicket:
         """x [T, hidden], routing [T, k]."""
@@ -110,8 +110,8 @@ class DeferredExperts:
         """sum over k of weight * expert(x), without those that are late and with what was due: [T, hidden]."""
         total = self._inner.wait(ticket.inner)
         due, self._due.sum = self._due.sum, None
-        if ticket.late is not None:
-            self._due.sum = self._inner.wait(self._inner.submit(ticket.x, ticket.late))
+        if ticket.deferred is not None:
+            self._due.sum = self._inner.wait(self._inner.submit(ticket.x, ticket.deferred))
         return total if due is None else total + due
 
 

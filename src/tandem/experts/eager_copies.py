@@ -38,7 +38,7 @@ class EagerCopies:
         self._ids = torch.empty(t, k, dtype=torch.int32, pin_memory=pinned)
         self._weights = torch.empty(t, k, pin_memory=pinned)
         self._result = torch.empty(t, h, pin_memory=pinned)
-        self._there = torch.empty(t, h, device=device)
+        self._device_rows = torch.empty(t, h, device=device)
         self._event = torch.cuda.Event() if pinned else None
         self._layer: PackedExperts
 
@@ -76,4 +76,4 @@ class EagerCopies:
 
     def on_device(self, tokens: int) -> Tensor:
         """On the device."""
-        return self._there[:tokens].copy_(self._result[:tokens], non_blocking=True)
+        return self._device_rows[:tokens].copy_(self._result[:tokens], non_blocking=True)

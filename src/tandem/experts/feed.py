@@ -108,7 +108,7 @@ class LayerFeed:
         self.count, self._threads, self._matrices, self._as_codes = count, threads, matrices, as_codes
         self._at_last: Callable[[], None] = lambda: None
         self._sizes: dict[int, int] = {}
-        self._found: dict[int, ExpertMatrices] = {}
+        self._looked_up: dict[int, ExpertMatrices] = {}
         self._needed = 0  # the caller is here: what it has passed is not looked up any more
         self.looking: Future[None] | None = None
 
@@ -123,7 +123,7 @@ class LayerFeed:
 
     def __call__(self, expert: int) -> ExpertMatrices:
         self._needed = max(self._needed, expert + 1)
-        matrices = self._found.pop(expert, None)
+        matrices = self._looked_up.pop(expert, None)
         matrices = self._find(expert) if matrices is None else matrices
         if expert == self.count - 1:
             self._at_last()
@@ -178,7 +178,7 @@ class LayerFeed:
                 matrices = self._find(expert)
             except Exception:
                 return
-            self._found[expert] = matrices
+            self._looked_up[expert] = matrices
             if not are_views(matrices):
                 return
 

@@ -29,7 +29,7 @@ from tandem import _core
 from tandem.errors import EngineError
 from tandem.experts.deferral import Deferral
 from tandem.experts.eager_copies import EagerCopies
-from tandem.experts.handoff_counts import HandoffSizes, HandoffTimes, HintCounts
+from tandem.experts.handoff_counts import HandoffSizes, HandoffTimes, PrefetchCounts
 from tandem.experts.mailbox import Mailbox
 from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.ops import Routing
@@ -145,19 +145,19 @@ class Handoff:
         finally:
             self.copies.computes = True
 
-    def takes_hints(self, tokens: int) -> bool:
-        """Whether `hint` is worth asking a router for so many tokens."""
+    def takes_predictions(self, tokens: int) -> bool:
+        """Whether `prefetch` is worth asking a router for so many tokens."""
         return self.foresight and (self._in_graph or self._rehearsing) and tokens <= _core.MOST_HINTED_TOKENS
 
-    def hint(self, layer: int, routing: Routing) -> None:
+    def prefetch(self, layer: int, routing: Routing) -> None:
         """After a post, before its `collect`: the next one will be this layer's, probably with these experts. Those
         that have a slot on the GPU are left out."""
         if self._in_graph and self._mailbox is not None:
-            self._mailbox.hint(layer, routing)
+            self._mailbox.prefetch(layer, routing)
 
-    def hints(self) -> HintCounts:
+    def hints(self) -> PrefetchCounts:
         """Since the start."""
-        return HintCounts() if self._mailbox is None else self._mailbox.hints()
+        return PrefetchCounts() if self._mailbox is None else self._mailbox.hints()
 
     def used(self) -> tuple[int, int]:
         """Posts of graphs answered so far, and experts that they used, each counted once per post."""
@@ -177,7 +177,7 @@ class Handoff:
         experts = self.used()[1]
         return self._mailbox.times().serve_seconds / experts if self._mailbox and experts else 0.0
 
-    def meanwhile(self, work: _core.Meanwhile) -> None:
+    def between_answers(self, work: _core.Meanwhile) -> None:
         """Pieces of it are done until the next `finish`, between an answer and the next post, and while that waits.
         Nothing is kept where no posts are answered: a later step would do it, when its slots may be in use."""
         if self._mailbox is not None and self._mailbox.core.is_open:

@@ -14,7 +14,7 @@ class HandoffSizes:
     tokens: int
     hidden: int
     top_k: int
-    late: bool = False
+    deferred: bool = False
 
 
 class HandoffTimes(NamedTuple):
@@ -32,7 +32,7 @@ class HandoffTimes(NamedTuple):
         )
 
 
-class HintCounts(NamedTuple):
+class PrefetchCounts(NamedTuple):
     """Experts in CPU memory that were foreseen, each once per post; of those, that the post asked for; bytes of
     foreseen experts that were fetched before they were computed."""
 

@@ -18,7 +18,7 @@ from tandem.experts.deferral import Deferral
 from tandem.experts.feed import LayerFeed
 from tandem.experts.handoff import Handoff
 from tandem.experts.live.exchange import LiveLayer
-from tandem.experts.residency import Tier, count_on, experts_on
+from tandem.experts.residency import Location, count_on, experts_on
 from tandem.experts.sides import DeviceExperts, HostExperts, Side
 from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.ops import ExpertBiases, Routing, SureRead
@@ -74,13 +74,13 @@ class HybridExperts:
         self._slot_of, self._gpu, self._cpu, self._handoff, self._whole = slot_of, gpu, cpu, handoff, whole
         self._sides: list[Side] = []
         if gpu is not None:
-            self._sides.append(DeviceExperts(gpu, experts_on(Tier.GPU, slot_of)))
+            self._sides.append(DeviceExperts(gpu, experts_on(Location.GPU, slot_of)))
         if cpu is not None:
-            self._sides.append(HostExperts(cpu, experts_on(Tier.CPU, slot_of), own_memory))
+            self._sides.append(HostExperts(cpu, experts_on(Location.CPU, slot_of), own_memory))
         self._table = slot_of.to(handoff.device) if gpu is None else gpu.table
         self._number, self._shared = -1 if cpu is None else handoff.add(cpu), shared
         routed, chosen = len(slot_of) - shared, handoff.sizes.top_k - shared
-        self._expected = chosen * count_on(Tier.CPU, slot_of) / routed  # on the CPU, of a row
+        self._expected = chosen * count_on(Location.CPU, slot_of) / routed  # on the CPU, of a row
 
     def load(self, feed: LayerFeed, cache: KeptLayer | None = None) -> None:
         """Packs each where it lives; for a packed cache all in CPU memory first, a layer at a
@@ -136,7 +136,7 @@ class HybridExperts:
         return None if self._gpu is None or self._cpu is None else LiveLayer(self._gpu, self._cpu)
 
     @property
-    def places(self) -> Tensor:
+    def slot_of(self) -> Tensor:
         """int32 [experts] on the GPU: where each lies there, or -1. Exchanges change it in place."""
         return self._table
 
@@ -149,12 +149,12 @@ class HybridExperts:
         """For a GPU the order of reads means nothing; shared experts live there."""
         return self._sides[0].sure_read(experts)
 
-    def takes_hints(self, rows: int) -> bool:
-        return self._expected * rows >= LEAST_EXPECTED and self._handoff.takes_hints(rows)
+    def takes_predictions(self, rows: int) -> bool:
+        return self._expected * rows >= LEAST_EXPECTED and self._handoff.takes_predictions(rows)
 
-    def hint(self, routing: Routing) -> None:
-        """Before the next `submit`, after that of the layer before; slots as `places` says."""
-        self._handoff.hint(self._number, routing)
+    def prefetch(self, routing: Routing) -> None:
+        """Before the next `submit`, after that of the layer before; slots as `slot_of` says."""
+        self._handoff.prefetch(self._number, routing)
 
     def submit(self, x: Tensor, routing: Routing) -> HybridTicket:
         """x bfloat16 [T, hidden], routing [T, k], on the GPU; ids in [0, experts), as a router chooses them."""

@@ -9,7 +9,7 @@ import torch
 from tandem.experts.handoff import Handoff
 from tandem.experts.hybrid_experts import HybridExperts
 from tandem.experts.placement import ExpertPlacement
-from tandem.experts.residency import Tier, count_on, slots_in_use
+from tandem.experts.residency import Location, count_on, slots_in_use
 from tandem.experts.slot_tables import SlotTable, SlotTables
 from tandem.kernels.gpu.ops import GpuOps
 from tandem.spec.activation import SILU, Activation
@@ -42,18 +42,18 @@ class HybridStore:
         fmt: str,
         activation: Activation = SILU,
         kind: type[HybridExperts] = HybridExperts,
-        places: int = 0,
+        cpu_slots: int = 0,
     ) -> HybridExperts:
-        """places: in CPU memory; 0: as many as experts are there, and one more if they may move."""
+        """cpu_slots: in CPU memory; 0: as many as experts are there, and one more if they may move."""
         slot_of = self._placement.slots(index)
         first, shared = slots_in_use(slot_of), count - len(slot_of)
         slot_of = torch.cat((slot_of, torch.arange(first, first + shared, dtype=torch.int32)))
-        gpu_count, cpu_count = (count_on(tier, slot_of) for tier in (Tier.GPU, Tier.CPU))
+        gpu_count, cpu_count = (count_on(location, slot_of) for location in (Location.GPU, Location.CPU))
         tables = self._tables_of(index, count)
         shape = self._hidden, width, fmt, activation
         gpu = self._ops.gpu_experts(slot_of, *shape, tables=tables) if gpu_count else None
-        places = places or min(count, cpu_count + int(self._live))
-        cpu = self._ops.cpu.experts(count, *shape, places=places) if cpu_count else None
+        cpu_slots = cpu_slots or min(count, cpu_count + int(self._live))
+        cpu = self._ops.cpu.experts(count, *shape, cpu_slots=cpu_slots) if cpu_count else None
         # No closure over self, which holds the layers: their memory is to be free as soon as nobody has them.
         whole = partial(self._ops.cpu.experts, count, *shape)
         self.layers[index] = kind(slot_of, gpu, cpu, self._handoff, whole, self._own_memory, shared)

@@ -11,7 +11,7 @@ from torch import Tensor
 from tandem import _core
 from tandem.errors import EngineError
 from tandem.experts.deferral import Deferral
-from tandem.experts.handoff_counts import HandoffSizes, HandoffTimes, HintCounts
+from tandem.experts.handoff_counts import HandoffSizes, HandoffTimes, PrefetchCounts
 from tandem.experts.mailbox_kernels import GAVE_UP, kernels
 from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.gpu.nvrtc import launch
@@ -39,7 +39,7 @@ class Mailbox:
         """first: of the first stage, whose memory this one uses."""
         # Before a capture: compiling and loading a module may allocate and synchronise.
         self._kernels = kernels(device.index)
-        shape = (sizes.mailbox_tokens, sizes.hidden, sizes.top_k, sizes.late)
+        shape = (sizes.mailbox_tokens, sizes.hidden, sizes.top_k, sizes.deferred)
         *self._at, size = _core.mailbox_offsets(*shape)
         self._sizes, self._device, self._patience = sizes, device, patience
         if first is None:
@@ -113,7 +113,7 @@ class Mailbox:
         )  # fmt: skip
         return out
 
-    def hint(self, layer: int, routing: Routing) -> None:
+    def prefetch(self, layer: int, routing: Routing) -> None:
         each = routing.ids.shape[1]
         assert routing.slots is not None and each <= self._sizes.top_k
         base, numbers = self._memory.data_ptr(), [np.int32(n) for n in (routing.ids.numel(), each, layer)]
@@ -122,8 +122,8 @@ class Mailbox:
             routing.ids.data_ptr(), routing.slots.data_ptr(), base + self._at[4], *numbers,
         )  # fmt: skip
 
-    def hints(self) -> HintCounts:
-        return HintCounts(self.core.hinted, self.core.hits, self.core.bytes_ahead)
+    def hints(self) -> PrefetchCounts:
+        return PrefetchCounts(self.core.hinted, self.core.hits, self.core.bytes_ahead)
 
     def finish(self) -> None:
         try:

@@ -21,7 +21,7 @@ NO_SLOT = -1  # on the GPU
 NOBODY = -1  # in place of an expert's id: skipped
 
 
-class Tier(IntEnum):
+class Location(IntEnum):
     """A memory that experts are computed from, or wait in."""
 
     GPU = 0
@@ -30,9 +30,9 @@ class Tier(IntEnum):
 
 
 class Residency:
-    """Tiers of [layers, experts]. One thread changes them, by four transitions: `load` file → CPU, `drop` CPU → file,
-    `rise` CPU → GPU, `sink` GPU → CPU. Each raises EngineError, and changes nothing, where the expert is elsewhere or
-    the slot is taken."""
+    """Locations of [layers, experts]. One thread changes them, by four transitions: `load` file → CPU, `drop` CPU →
+    file, `rise` CPU → GPU, `sink` GPU → CPU. Each raises EngineError, and changes nothing, where the expert is
+    elsewhere or the slot is taken."""
 
     def __init__(self, slots: Tensor, in_file: Tensor | None = None) -> None:
         """slots int [layers, experts]: on the GPU, or `NO_SLOT`; in_file bool: of these, who is in no memory."""
@@ -41,48 +41,50 @@ class Residency:
         if (self._in_file & (self.slots >= 0)).any():
             raise EngineError("an expert has a slot on the GPU and is said to be in its file alone")
 
-    def tier(self, layer: int, expert: int) -> Tier:
+    def location(self, layer: int, expert: int) -> Location:
         if self.slots[layer, expert] >= 0:
-            return Tier.GPU
-        return Tier.FILE if self._in_file[layer, expert] else Tier.CPU
+            return Location.GPU
+        return Location.FILE if self._in_file[layer, expert] else Location.CPU
 
-    def on(self, tier: Tier) -> npt.NDArray[np.bool_]:
-        """Whose tier this is, [layers, experts]."""
+    def on(self, location: Location) -> npt.NDArray[np.bool_]:
+        """Whose location this is, [layers, experts]."""
         gpu = self.slots >= 0
-        return gpu if tier is Tier.GPU else self._in_file.copy() if tier is Tier.FILE else ~gpu & ~self._in_file
+        if location is Location.GPU:
+            return gpu
+        return self._in_file.copy() if location is Location.FILE else ~gpu & ~self._in_file
 
     def load(self, layer: int, expert: int) -> None:
-        self._leave(layer, expert, Tier.FILE)
+        self._leave(layer, expert, Location.FILE)
         self._in_file[layer, expert] = False
 
     def drop(self, layer: int, expert: int) -> None:
-        self._leave(layer, expert, Tier.CPU)
+        self._leave(layer, expert, Location.CPU)
         self._in_file[layer, expert] = True
 
     def rise(self, layer: int, expert: int, slot: int) -> None:
         """To that slot of the layer's on the GPU."""
-        self._leave(layer, expert, Tier.CPU)
+        self._leave(layer, expert, Location.CPU)
         if slot < 0 or (self.slots[layer] == slot).any():
             raise EngineError(f"slot {slot} of MoE layer {layer} is no free one")
         self.slots[layer, expert] = slot
 
     def sink(self, layer: int, expert: int) -> None:
-        self._leave(layer, expert, Tier.GPU)
+        self._leave(layer, expert, Location.GPU)
         self.slots[layer, expert] = NO_SLOT
 
-    def _leave(self, layer: int, expert: int, tier: Tier) -> None:
-        if (actual := self.tier(layer, expert)) is not tier:
-            raise EngineError(f"expert {expert} of MoE layer {layer} is in {actual.name}, not in {tier.name}")
+    def _leave(self, layer: int, expert: int, location: Location) -> None:
+        if (actual := self.location(layer, expert)) is not location:
+            raise EngineError(f"expert {expert} of MoE layer {layer} is in {actual.name}, not in {location.name}")
 
 
-def experts_on(tier: Tier, slots: Tensor) -> list[int]:
-    """Experts on a tier, ascending; none is in the file. slots int [experts]: on the GPU, or `NO_SLOT`."""
-    return on_tier(tier, slots).nonzero().flatten().tolist()
+def experts_on(location: Location, slots: Tensor) -> list[int]:
+    """Experts of a location, ascending; none is in the file. slots int [experts]: on the GPU, or `NO_SLOT`."""
+    return on_location(location, slots).nonzero().flatten().tolist()
 
 
-def on_tier(tier: Tier, slots: Tensor) -> Tensor:
+def on_location(location: Location, slots: Tensor) -> Tensor:
     """bool, as slots: who is on the GPU, or computed by the host."""
-    return slots >= 0 if tier is Tier.GPU else slots < 0
+    return slots >= 0 if location is Location.GPU else slots < 0
 
 
 def left_to_host(ids: Tensor, slots: Tensor) -> Tensor:
@@ -100,6 +102,6 @@ def slots_in_use(slots: Tensor) -> int:
     return int(slots.max()) + 1
 
 
-def count_on(tier: Tier, slots: Tensor | Sequence[int]) -> int:
+def count_on(location: Location, slots: Tensor | Sequence[int]) -> int:
     """How many of a layer's experts are there."""
-    return int(on_tier(tier, torch.as_tensor(slots)).sum())
+    return int(on_location(location, torch.as_tensor(slots)).sum())

@@ -26,14 +26,14 @@ class SlotTables:
     def __init__(self, layers: int, experts: int, device: torch.device) -> None:
         shape = layers, -(-experts // ALIGNED) * ALIGNED
         self._image = torch.full(shape, -1, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._there = self._image.to(device, copy=True)
+        self._device_image = self._image.to(device, copy=True)
 
     def layer(self, index: int, experts: int) -> SlotTable:
         if experts > self._image.shape[1]:
             raise EngineError(f"layer {index} has {experts} experts, the first one {self._image.shape[1]}")
-        return SlotTable(self._image[index, :experts], self._there[index, :experts])
+        return SlotTable(self._image[index, :experts], self._device_image[index, :experts])
 
     @property
     def copied(self) -> tuple[int, int, int]:
         """From where, to where, and bytes: after such a copy the GPU sees what the image says then."""
-        return self._image.data_ptr(), self._there.data_ptr(), self._image.nbytes
+        return self._image.data_ptr(), self._device_image.data_ptr(), self._image.nbytes

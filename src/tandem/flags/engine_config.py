@@ -333,7 +333,7 @@ class EngineConfig:
         idle="/metrics always counts experts",
     )
 
-    given: frozenset[str] = field(default=frozenset(), repr=False, compare=False)  # fields named by the user
+    explicit: frozenset[str] = field(default=frozenset(), repr=False, compare=False)  # fields named by the user
     former: tuple[str, ...] = field(default=(), repr=False, compare=False)  # of `FORMER`, those that were named so
 
     def __post_init__(self) -> None:
@@ -363,19 +363,19 @@ class EngineConfig:
             reasons += ["MODEL and --models are both given: give one"]
         if not fields.get("model") and not fields.get("models"):
             return None, ("no model is named; try `kt serve demo`, or --model DIRECTORY", *reasons)
-        return cls(**fields, given=frozenset(fields), former=tuple(former)), tuple(reasons)
+        return cls(**fields, explicit=frozenset(fields), former=tuple(former)), tuple(reasons)
 
     def without(self, fields: Iterable[str]) -> EngineConfig:
         """The same, with these as if they had not been given."""
         left_out = {f.name: f.default for f in FLAGS if f.name in set(fields) and f.name != "model"}
-        return dataclasses.replace(self, **left_out, given=self.given - set(left_out))
+        return dataclasses.replace(self, **left_out, explicit=self.explicit - set(left_out))
 
     @classmethod
     def from_keywords(cls, model: str, **keywords: Any) -> EngineConfig:
         """From Python keywords, aliases included (`tp=1`, `kt_amx_method="INT4"`). Raises ConfigError."""
         fields = flags.rename_keywords(FLAGS, keywords, FORMER)
         former = tuple(name for name in FORMER if name in keywords)
-        return cls(model=str(model), **fields, given=frozenset(fields), former=former)
+        return cls(model=str(model), **fields, explicit=frozenset(fields), former=former)
 
     def given_flags(self, names: Sequence[str]) -> list[str]:
         """Spellings of those of these fields that the user named or changed."""
@@ -387,7 +387,7 @@ class EngineConfig:
         return [*map(_former_notice, self.former), *(line for line in lines if line)]
 
     def _is_given(self, f: Flag) -> bool:
-        return f.name in self.given or getattr(self, f.name) != f.default
+        return f.name in self.explicit or getattr(self, f.name) != f.default
 
 
 def _former_notice(name: str) -> str:

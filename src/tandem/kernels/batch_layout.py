@@ -27,9 +27,9 @@ class KernelBatch(Protocol):
     @property
     def single_rows(self) -> int: ...  # so many first sequences surely have one row each
     @property
-    def folded(self) -> Tensor | None: ...  # int32 [S]
+    def state_lens(self) -> Tensor | None: ...  # int32 [S]
     @property
-    def sure(self) -> Tensor | None: ...  # int32 [S]
+    def num_verified(self) -> Tensor | None: ...  # int32 [S]
     @property
     def windowed(self) -> KernelBatch: ...  # in the pages of layers that see a window
 

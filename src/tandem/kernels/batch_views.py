@@ -26,31 +26,31 @@ class BatchViews:
     """Layers of a step ask for the same views; the last ones are kept. A batch must not change after its first use."""
 
     def __init__(self) -> None:
-        self._kept: list[_View] = []
+        self._views: list[_View] = []
         self._sizes = (0, 0)  # of the pages that were read last
-        self._made = 0  # since `forget`
+        self._count = 0  # since `forget`
 
     def forget(self) -> None:
-        self._kept, self._made = [], 0
+        self._views, self._count = [], 0
 
     def of(self, batch: KernelBatch, pages: Tensor | None) -> _core.BatchView:
         """pages: None where none are read. Raises KernelError when an index points outside them."""
         sizes = None if pages is None else (pages.shape[0], pages.shape[1])
-        for each in self._kept:
+        for each in self._views:
             if each.batch is batch and sizes in (None, each.sizes):
                 return each.view
         self._sizes = sizes or self._sizes
         limits = self._sizes if all(self._sizes) else (1 << 31, 1 << 31)  # no pages yet: any cache will do
         entry = _View(batch, limits, checked(batch, *limits))
-        self._kept = [*self._kept[1 - KEPT :], entry]
-        self._made += 1
+        self._views = [*self._views[1 - KEPT :], entry]
+        self._count += 1
         return entry.view
 
     def refilled(self, batch: KernelBatch) -> Refill | None:
         """For views made since `forget`, of a step of `batch`. None: they cannot be told from the batch alone."""
-        views, own = list(self._kept), (batch, batch.windowed)
+        views, own = list(self._views), (batch, batch.windowed)
         whose = [next((i for i, each in enumerate(own) if each is view.batch), None) for view in views]
-        if self._made != len(views) or None in whose:
+        if self._count != len(views) or None in whose:
             return None
 
         windowed = own[1] is not batch
@@ -65,7 +65,7 @@ class BatchViews:
 
 def checked(batch: KernelBatch, num_pages: int, page_size: int) -> _core.BatchView:
     """Raises KernelError when an index points outside the cache."""
-    draft_fields = {} if batch.folded is None else {"folded": batch.folded, "sure": batch.sure}
+    draft_fields = {"folded": batch.state_lens, "sure": batch.num_verified}
     return _core.BatchView(
         positions=batch.positions if batch.turns is None else batch.turns,  # the core only turns rows by them
         cache_slots=batch.cache_slots,
@@ -75,5 +75,5 @@ def checked(batch: KernelBatch, num_pages: int, page_size: int) -> _core.BatchVi
         page_size=page_size,
         num_pages=num_pages,
         slots=batch.slots,
-        **draft_fields,
+        **({} if batch.state_lens is None else draft_fields),
     )

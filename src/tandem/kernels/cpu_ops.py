@@ -94,11 +94,11 @@ class CpuOps(InMemory):
         width: int,
         fmt: str = "bf16",
         activation: Activation = SILU,
-        places: int = 0,
+        cpu_slots: int = 0,
     ) -> PackedExperts:
-        """places: experts that there is memory for, 0: all."""
+        """cpu_slots: experts that there is memory for, 0: all."""
         return PackedExperts(
-            self.workspace, num_experts, hidden, width, fmt, activation, places=places,
+            self.workspace, num_experts, hidden, width, fmt, activation, cpu_slots=cpu_slots,
             int8_activations=self.int8_activations, in_place=self.experts_in_place,
         )  # fmt: skip
 

@@ -15,6 +15,6 @@ def count_choices(tally: ExpertCounts, ids: Tensor) -> None:
     if tally.rows is not None:
         counts = (torch.arange(len(ids), device=ids.device) < tally.rows).repeat_interleave(ids.shape[1])
     tally.tokens.scatter_add_(0, flat, counts.to(kind))
-    tally.seen.scatter_reduce_(0, flat, counts.to(kind), "amax")
+    tally.used.scatter_reduce_(0, flat, counts.to(kind), "amax")
     if tally.chosen is not None:
         tally.chosen[: len(ids)].copy_(ids)

@@ -12,7 +12,7 @@ from tandem.kernels.ranks.group import Group
 class InMemory:
     """Tensors are read where they lie, and codes of every kind."""
 
-    joins_late = False
+    fuse_shared_add = False
     group: Group | None = None
 
     def resident(self, tensor: Tensor) -> Tensor:

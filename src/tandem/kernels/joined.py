@@ -12,13 +12,13 @@ from tandem.kernels.ops import Addend
 
 
 class Sum(NamedTuple):
-    """Summands that are normed before a product: x and beside join the residual, as in `Ops.add_rms_norm`."""
+    """Summands that are normed before a product: x and addend join the residual, as in `Ops.add_rms_norm`."""
 
     x: Tensor
     residual: Tensor
     weight: Tensor
     eps: float
-    beside: Addend | None = None
+    addend: Addend | None = None
 
 
 class Normed(NamedTuple):

@@ -52,7 +52,7 @@ NO_NORMS = HeadNorms()
 
 class Routing(NamedTuple):
     """One layer's chosen experts: ids int32 [T, k], weights float32 [T, k]; best first, ties by lowest id. slots int32
-    [T, k]: where they lie, as `places` says; None where nobody asked."""
+    [T, k]: where they lie, as `slot_of` says; None where nobody asked."""
 
     ids: Tensor
     weights: Tensor
@@ -63,7 +63,7 @@ class ExpertCounts(NamedTuple):
     """Where `Ops.route` counts one layer's choices, E experts; `experts/usage/expert_usage.py` owns it and reads it."""
 
     tokens: Tensor  # int64 [E], on a GPU int32: += rows that chose the expert
-    seen: Tensor  # of the same kind: = 1 where a row chose it
+    used: Tensor  # of the same kind: = 1 where a row chose it
     chosen: Tensor | None = None  # int32 [rows at most, k]: a copy of the ids
     rows: Tensor | None = None  # int32 [1] on a GPU: only so many first rows are counted; None: all
 
@@ -227,7 +227,7 @@ class Addend(NamedTuple):
 class Ops(Protocol):
     """The operations a model is written in. Shapes: T rows, H = heads, G = kv_heads, D = head_dim."""
 
-    joins_late: bool  # a norm adds what is beside its rows in the same kernel
+    fuse_shared_add: bool  # a norm adds what is beside its rows in the same kernel
     group: Group | None  # of ranks that share the model; None: this one has all of it
 
     def resident(self, tensor: Tensor) -> Tensor:

@@ -30,20 +30,20 @@ class StepRows:
     first: Tensor  # int64 [S]: … and its position
     last: Tensor  # int64 [S]: position of its last row
     tables: Tensor  # int64 [S, P]
-    alone: bool  # every sequence has one row
-    made: dict[Hashable, Any] = field(default_factory=dict)
+    row_per_sequence: bool  # every sequence has one row
+    shared: dict[Hashable, Any] = field(default_factory=dict)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Indices that all layers of one kind share: made by `make` on the first call with this key."""
-        if key not in self.made:
-            self.made[key] = make()
-        indices: T = self.made[key]
+        if key not in self.shared:
+            self.shared[key] = make()
+        indices: T = self.shared[key]
         return indices
 
     @property
     def static(self) -> bool:
         """Whether shapes must not depend on values: on a GPU, where a step may become a graph."""
-        return self.alone and self.positions.is_cuda
+        return self.row_per_sequence and self.positions.is_cuda
 
     def keys_of(self, size: int, count: int) -> Tensor:
         """int64 [T, count]: where `joined` has each row and those before it, newest first. Those before a sequence's
@@ -65,10 +65,10 @@ class StepRows:
     def taken_in(self, ring: Tensor, new: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """`joined`, and `keys_of` so many; the ring takes the new rows in. Rows that are apart may follow each other in
         one ring, so that it must have them before; of a prompt it has no room for all beside those before."""
-        if self.alone:
+        if self.row_per_sequence:
             self.keep(ring, new)
         known, at = self.joined(ring, new), self.keys_of(ring.shape[1], count)
-        if not self.alone:
+        if not self.row_per_sequence:
             self.keep(ring, new)
         return known, at
 
@@ -79,7 +79,7 @@ class StepRows:
 
     def _places(self, size: int) -> tuple[Tensor, Tensor]:
         slots = self.slots[self.sequence]
-        if not self.alone:
+        if not self.row_per_sequence:
             slots = slots.masked_fill(self.positions + size <= self.last[self.sequence], 0)
         return slots, self.positions % size
 
@@ -107,7 +107,7 @@ def step_rows(batch: KernelBatch) -> StepRows:
         sequence=torch.searchsorted(starts[1:], each[:rows], right=True),
         slots=slots[copied], copied=copied,
         begins=starts[:-1], first=lens - starts.diff(), last=lens - 1, tables=batch.block_tables.long(),
-        alone=rows == sequences,
+        row_per_sequence=rows == sequences,
     )  # fmt: skip
 
 

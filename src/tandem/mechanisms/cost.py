@@ -60,7 +60,7 @@ class Cost(Generic[Shape]):
     # What it may.
     needs_kernels = True  # of its own; else it is written in `Ops` alone
     each_row = False  # a GPU computes a row with the same bits whatever rows are beside it
-    settles = False  # steps without draft tokens have faster kernels, with other last bits
+    has_plain_kernels = False  # steps without draft tokens have faster kernels, with other last bits
     warms_up = False  # modules that are not ours take steps of no sequence, which load kernels early
     own_kernels = ""  # why --attention-backend changes nothing; "": there is a choice
     depends_on_others = ""  # why a row's last bits on a CPU depend on the rows beside it; "": they do not

@@ -40,14 +40,14 @@ class ForwardBatch:
     single_rows: int = (
         0  # so many first sequences have one row each, as a step's decoding ones do; 0: not known
     )
-    folded: Tensor | None = (
+    state_lens: Tensor | None = (
         None  # int32 [S]: tokens that a slot's folds hold; None: all before the step. Later ones are folded again
     )
-    sure: Tensor | None = (
+    num_verified: Tensor | None = (
         None  # int32 [S]: rows that are tokens for certain; None: all, or the first of a slot's where rows are apart
     )
     turns: Tensor | None = None  # int64 [T]: rows of the rotary tables; None: they are the positions
-    seen: ImageRowBatch | None = None  # None: all rows are tokens
+    image_rows: ImageRowBatch | None = None  # None: all rows are tokens
     windows: ForwardBatch | None = (
         None  # the same rows, in the pages of layers that see a window; None: in those of all layers
     )

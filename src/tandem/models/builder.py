@@ -63,7 +63,7 @@ class Builder:
         self._store = store
         self._report = progress or (lambda _name, _done, _total: None)
         self._done, self._total = 0, checkpoint.nbytes()
-        self._kept, self._usage = cache, usage
+        self._cache, self._usage = cache, usage
         self._in_place = plan.experts_in_place
         self._passing = (
             False if self._in_place else None
@@ -178,14 +178,14 @@ class Builder:
         """A dense MLP, which lives where `ops` computes, from an earlier start or from `matrices`."""
         mlp = self.ops.mlp(self.config.hidden, shape.width, self.dense_format, shape.activation)
         key = f"{name} as an expert"
-        if self._kept is not None and self._kept.fill(key, mlp.packed):
+        if self._cache is not None and self._cache.fill(key, mlp.packed):
             return mlp
         with named_errors(self.checkpoint.path):
             weights = matrices()
             self._done += sum(map(weight_bytes, weights))
             mlp.load(*packable(weights, as_codes=self.mlp_format == STORED))
-        if self._kept is not None:
-            self._kept.keep(key, mlp.packed)
+        if self._cache is not None:
+            self._cache.keep(key, mlp.packed)
         return mlp
 
     def experts(
@@ -205,7 +205,7 @@ class Builder:
         else:
             packed = self.ops.experts(count, shape.channels(self.config.hidden), shape.width, plain, shape.activation)
             experts = CpuExperts(packed, self._in_place)
-        cache_layer = None if self._kept is None else self._kept.layer(f"model.layers.{layer}.experts")
+        cache_layer = None if self._cache is None else self._cache.layer(f"model.layers.{layer}.experts")
         feed = self._feed.layer(layer, count, matrices_of)
         with named_errors(self.checkpoint.path):
             experts.load(feed, cache_layer)
@@ -224,7 +224,7 @@ class Builder:
 
     def layer_done(self, index: int) -> None:
         """Between layers: lets go of the file pages that were read, asks for those after next, reports progress."""
-        if self._kept is None or not self._kept.mapped:
+        if self._cache is None or not self._cache.mapped:
             self.checkpoint.forget(index, experts=self._passing)
         self._read_ahead(index + 2)
         self._report(
@@ -233,26 +233,26 @@ class Builder:
 
     def _read_ahead(self, layer: int) -> None:
         """Reads ahead what the checkpoint has and the packed cache does not."""
-        if self._kept is None or not self._kept.mapped:
+        if self._cache is None or not self._cache.mapped:
             self.checkpoint.read_ahead(layer)
-        elif not self._kept.dense:
+        elif not self._cache.dense:
             self.checkpoint.read_ahead(layer, experts=False)
 
     def all_done(self) -> None:
         self._feed.close()
         self.checkpoint.release(self._passing)
         self._report("loading", self._total, self._total)
-        if self._kept is not None:
-            self._kept.finish(lambda done, total: self._report("writing packed cache", done, total))
+        if self._cache is not None:
+            self._cache.finish(lambda done, total: self._report("writing packed cache", done, total))
 
     def _packed(self, name: str) -> Linear | None:
         """The matrix that an earlier start packed."""
-        return None if self._kept is None else self._kept.matrix(name)
+        return None if self._cache is None else self._cache.matrix(name)
 
     def _pack(self, name: str, weight: Weight | Blocks, bias: Tensor | None, fmt: str) -> Linear:
         linear = self.ops.linear(weight, bias, fmt)
-        if self._kept is not None:
-            self._kept.keep(name, linear)
+        if self._cache is not None:
+            self._cache.keep(name, linear)
         return linear
 
     def _get(self, name: str, size: Size, *others: int) -> Tensor:

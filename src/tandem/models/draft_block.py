@@ -16,7 +16,7 @@ from tandem.models.builder import Builder
 from tandem.models.layers import DecoderLayer, decoder_layer
 from tandem.models.operator import SeesBlocks
 from tandem.models.passing import ForwardState, States
-from tandem.models.residual import settle, summed_up, widened
+from tandem.models.residual import add_pending, summed_up, widened
 
 Embedding = Callable[[Tensor], Tensor]
 
@@ -35,8 +35,8 @@ class DraftBlock:
             b.norm(f"{name}.weight", drafter.norm, hidden) for name in (at.projected_norm, at.norm)
         )
         self.layers = [
-            decoder_layer(b, len(config.layers) + stage, replace(names, layer=at.at(stage)))
-            for stage in range(self.block.layers)
+            decoder_layer(b, len(config.layers) + number, replace(names, layer=at.at(number)))
+            for number in range(self.block.layers)
         ]
         self._streams = summed_up(b, self._hyper, at.streams)
         self._pairs = _TokenPairs(b, at, self.block.rank)
@@ -54,7 +54,7 @@ class DraftBlock:
         p = ForwardState(batch, widened(embedding(ids.flatten()).to(self._dtype), self._hyper))
         for layer, ring in zip(self.layers, rings, strict=True):
             self._through(layer, p, at, ring)
-        settle(p)
+        add_pending(p)
         x = self._streams.summed(p.residual)
         logits = head(self._ops.rms_norm(x, self._norm, self.eps), torch.float32)
         return self._pairs(ids[:, 0], logits.view(*ids.shape, -1), x.view(*ids.shape, -1))
@@ -102,9 +102,9 @@ class _TokenPairs:
         vocab, self._dtype = b.config.vocab, b.dtype
         self._earlier = b.lookup(f"{at.earlier}.weight", vocab, rank)
         self._later = b.linear([at.later], [vocab], rank)
-        self._sure: Tensor | None = None
-        if b.checkpoint.has_matrix(at.sure):
-            self._sure = b.float_tensor(f"{at.sure}.weight", 1, b.config.hidden + rank)[0]
+        self._confidence_head: Tensor | None = None
+        if b.checkpoint.has_matrix(at.confidence):
+            self._confidence_head = b.float_tensor(f"{at.confidence}.weight", 1, b.config.hidden + rank)[0]
 
     def __call__(self, before: Tensor, logits: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """before [R]; logits float32 [R, n, vocab], of the block alone; x [R, n, hidden]: before the last norm."""
@@ -117,6 +117,6 @@ class _TokenPairs:
 
     def _chance(self, x: Tensor, earlier: Tensor) -> Tensor:
         """That a guess comes, [R]; 1 where the checkpoint does not say."""
-        if self._sure is None:
+        if self._confidence_head is None:
             return x.new_ones(len(x), dtype=torch.float32)
-        return torch.mv(torch.cat((x, earlier), 1).float(), self._sure).sigmoid()
+        return torch.mv(torch.cat((x, earlier), 1).float(), self._confidence_head).sigmoid()

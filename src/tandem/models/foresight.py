@@ -30,12 +30,12 @@ class PredictingExperts:
         return self.block.reads()
 
     def __call__(self, x: Tensor, p: ForwardState, states: States) -> Tensor:
-        if not self.router.experts.takes_hints(len(x)):
+        if not self.router.experts.takes_predictions(len(x)):
             return self.block(x, p, states)
-        return self.block(x, p, states, lambda: self._foresee(p))
+        return self.block(x, p, states, lambda: self._predict_experts(p))
 
-    def _foresee(self, p: ForwardState) -> None:
-        self.router.foresee(self.later.peek(p), p)
+    def _predict_experts(self, p: ForwardState) -> None:
+        self.router.predict_experts(self.later.peek(p), p)
 
 
 def operators(layers: Sequence[DecoderLayer]) -> list[Operator]:

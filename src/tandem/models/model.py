@@ -20,7 +20,7 @@ from tandem.models.layers import DecoderLayer, decoder_layer
 from tandem.models.linear import GatheredLinear, sure_reads
 from tandem.models.operator import Routed
 from tandem.models.passing import ForwardState, States
-from tandem.models.residual import OneStream, Residual, end_of, norm_channels, settle, widened
+from tandem.models.residual import OneStream, Residual, add_pending, end_of, norm_channels, widened
 from tandem.models.vision.tower import tower_of
 from tandem.spec.model_config import ModelConfig, head_rows
 
@@ -72,7 +72,7 @@ class Model:
         embedded = self._embedded(batch)
         rows = len(embedded)
         # As in decode steps, with guesses or without.
-        all_rows = rows == len(batch.logits_rows) and batch.seen is None
+        all_rows = rows == len(batch.logits_rows) and batch.image_rows is None
         if all_rows and self._worth_recording(rows):
             x = self._recorded_layers(embedded, batch, states)
             return self._logits(x, ForwardState(batch, x), states)
@@ -112,9 +112,9 @@ class Model:
     def _embedded(self, batch: ForwardBatch) -> Tensor:
         """[T, hidden] before the first layer; rows of images have what was seen there."""
         embedded = self.embedding(batch.input_ids).to(self.dtype)
-        if batch.seen is not None:
-            self._turned(batch.seen)
-            embedded[batch.seen.rows] = batch.seen.features[:, 0].to(self.dtype)
+        if batch.image_rows is not None:
+            self._turned(batch.image_rows)
+            embedded[batch.image_rows.rows] = batch.image_rows.features[:, 0].to(self.dtype)
         return embedded
 
     def _turned(self, images: ImageRowBatch) -> None:
@@ -134,14 +134,14 @@ class Model:
                 self._read.keep(index - 1, p, states[-1][0])
             p.pending = block.leave(self._operators[i](x, p, own))
             first_state = last_state
-        if p.batch.seen is not None and index + 1 < p.batch.seen.features.shape[1]:
-            settle(p)
-            assert p.beside is None, "a layer whose result is not whole yet"
-            p.residual.index_add_(0, p.batch.seen.rows, p.batch.seen.features[:, index + 1].to(self.dtype))
+        if p.batch.image_rows is not None and index + 1 < p.batch.image_rows.features.shape[1]:
+            add_pending(p)
+            assert p.addend is None, "a layer whose result is not whole yet"
+            p.residual.index_add_(0, p.batch.image_rows.rows, p.batch.image_rows.features[:, index + 1].to(self.dtype))
 
     def end(self, p: ForwardState) -> Tensor:
         """The normed rows whose logits are wanted, [R, hidden]; all where a draft layer wants them."""
-        assert p.pending is not None or p.batch.seen is not None, "no layer has run"
+        assert p.pending is not None or p.batch.image_rows is not None, "no layer has run"
         rows = p.batch.logits_rows
         if len(rows) != len(p.residual) and self.drafter is None:
             p = p.of(rows)
@@ -204,7 +204,7 @@ def _join_late(ops: Ops, layers: list[DecoderLayer], ending: Residual) -> None:
     following = [*(block.residual for block in blocks[1:]), ending]
     for block, after in zip(blocks, following, strict=True):
         if isinstance(block.operator, Routed) and block.post is None and isinstance(after, OneStream):
-            block.operator.joins_late = ops.joins_late and after.scale is None
+            block.operator.fuse_shared_add = ops.fuse_shared_add and after.scale is None
 
 
 def _spans(layers: list[DecoderLayer]) -> list[tuple[int, int]]:

@@ -44,7 +44,7 @@ class Routed(ABC):
     """An operator whose experts a router chooses."""
 
     first: AfterNorm | None  # what x is multiplied with first, if its norm may be a part of that
-    joins_late: bool  # whoever takes the result adds the shared expert's, which is left in the pass
+    fuse_shared_add: bool  # whoever takes the result adds the shared expert's, which is left in the pass
     experts: RoutedExperts
     sums_itself = False  # results are whole where ranks share the block; else they are summands
 
@@ -59,7 +59,7 @@ class Routed(ABC):
         """As an `Operator`'s. host_work: called while others compute."""
 
     @abstractmethod
-    def foresee(self, x: Tensor, p: ForwardState) -> None:
+    def predict_experts(self, x: Tensor, p: ForwardState) -> None:
         """x: about what the next call will be given. Tells the experts who would be chosen; nobody is counted."""
 
 

@@ -36,7 +36,7 @@ class Mix(Protocol):
 @dataclass(slots=True)
 class ForwardState:
     """residual [T, hidden], or [T, n, hidden] of n streams: without what the last block computed; pending [T, hidden]:
-    that, None at the start; mix: how it returns to several streams; beside: what is still to be added to it.
+    that, None at the start; mix: how it returns to several streams; addend: what is still to be added to it.
 
     links: which tokens the last layer that chose has chosen, by its number. A batch's rows and indices do not change
     meanwhile. tallies: where its MoE layers count, by their numbers; None: where steps do, which is no place for a pass
@@ -47,7 +47,7 @@ class ForwardState:
     residual: Tensor
     pending: Tensor | None = None
     mix: Mix | None = None
-    beside: Addend | None = None
+    addend: Addend | None = None
     links: dict[int, SelectedKeys | None] = field(default_factory=dict)
     tallies: Sequence[ExpertCounts] | None = None
     indices: StepRows | None = None
@@ -64,7 +64,7 @@ class ForwardState:
             return self
         pending = None if self.pending is None else self.pending[rows]
         mix = None if self.mix is None else self.mix.of(rows)
-        addend = None if self.beside is None else self.beside.of(rows)
+        addend = None if self.addend is None else self.addend.of(rows)
         return ForwardState(self.batch, self.residual[rows], pending, mix, addend)
 
     def first(self, batch: ForwardBatch) -> ForwardState:

@@ -47,11 +47,11 @@ class OneStream:
 
     def enter(self, p: ForwardState, norm: Tensor, eps: float, first: AfterNorm | None = None) -> Tensor:
         if self.scale is not None:
-            settle(p)
+            add_pending(p)
             p.residual.mul_(self.scale)
         if p.pending is None:
             return self.ops.rms_norm(p.residual, norm, eps)
-        addend, p.beside = p.beside, None
+        addend, p.addend = p.addend, None
         if first is not None:
             normed = first.after_norm(Sum(p.pending, p.residual, norm, eps, addend))
             if normed is not None:
@@ -63,7 +63,7 @@ class OneStream:
         return self.ops.rms_norm(residual if self.scale is None else residual * self.scale, norm, eps)
 
 
-def settle(p: ForwardState) -> None:
+def add_pending(p: ForwardState) -> None:
     """Adds the pending summand to the stream."""
     if p.pending is None:
         return

@@ -66,9 +66,9 @@ class StagedPass(ForwardState):
         self.residual = carry(self.residual)
         if self.pending is not None:
             self.pending = carry(self.pending)
-        if self.beside is not None:
-            gate = self.beside.gate
-            self.beside = Addend(carry(self.beside.x), None if gate is None else carry(gate))
+        if self.addend is not None:
+            gate = self.addend.gate
+            self.addend = Addend(carry(self.addend.x), None if gate is None else carry(gate))
 
 
 class StagedModel(Model):

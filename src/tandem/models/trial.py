@@ -62,6 +62,6 @@ class _NoOps:
     def linear(self, *args: Any, **named: Any) -> _NoWeight:
         return _NoWeight()
 
-    joins_late = False
+    fuse_shared_add = False
     group = None
     bound = experts = mlp = linear

@@ -48,8 +48,8 @@ def plain_graph_sizes(
 ) -> tuple[int, ...]:
     """Rows of graphs that are captured a second time where steps may guess: for steps that have no guesses and follow
     none. Only layers that fold tokens into a memory have faster kernels then. Their last bits are others."""
-    settles = any(cost_of(mixer).settles for mixer in model.mixers)
-    if not draft_tokens or not settles or config.enable_deterministic_inference:
+    has_plain_kernels = any(cost_of(mixer).has_plain_kernels for mixer in model.mixers)
+    if not draft_tokens or not has_plain_kernels or config.enable_deterministic_inference:
         return ()
     return captured_sizes(config, model, running)
 
@@ -106,7 +106,7 @@ def split_sizes(prompts: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(size for size in PROMPT_SIZES if size <= max(prompts, default=0))
 
 
-def prompt_graph_rows(sizes: tuple[int, ...], rows: int) -> int:
+def prefill_graph_rows(sizes: tuple[int, ...], rows: int) -> int:
     """Rows of the graph that a chunk of `rows` rows is replayed in; 0: it fits none. sizes: ascending."""
     size = next((size for size in sizes if size >= rows), 0)
     return size if rows >= LEAST_FILLED * size else 0

@@ -39,7 +39,7 @@ class HostShare:
     top_k: int
     live: bool = False  # experts may change places
     in_place: bool = False  # those in CPU memory are used where the checkpoint has them
-    late: bool = False  # some are added one layer later, for which graphs' hand-off has two halves
+    deferred: bool = False  # some are added one layer later, for which graphs' hand-off has two halves
     tables: int = 1  # kinds of pages: 2 where layers that see a window have their own
     drafts: int = 0  # a draft layer's experts that are in CPU memory
     routed_bytes: int | None = None  # of the routed experts in CPU memory; None: all layers' are alike
@@ -109,7 +109,7 @@ def _handoff_bytes(hidden: int, share: HostShare) -> int:
     """Pinned bytes of `experts.handoff`: x, chosen experts, their weights, and the result; of graphs in one block."""
     each = 2 * hidden, 4 * share.top_k, 4 * share.top_k, 4 * hidden
     outside = sum(pinned_bytes(share.step_tokens * nbytes) for nbytes in each)
-    inside = share.graph_tokens * sum(each) * (2 if share.late else 1)
+    inside = share.graph_tokens * sum(each) * (2 if share.deferred else 1)
     return outside * share.handoffs + (pinned_bytes(inside) if share.graph_tokens else 0)
 
 

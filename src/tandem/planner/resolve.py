@@ -16,7 +16,7 @@ from tandem.planner.expert_format import expert_format_of
 from tandem.planner.in_place import against_in_place
 from tandem.planner.one_plan import PlanRequest, kernel_tier
 from tandem.planner.plan import Plan
-from tandem.planner.ranks.notices import told
+from tandem.planner.ranks.notices import with_rank_notices
 from tandem.planner.ranks.ranked import ranked
 from tandem.spec.model_config import ModelConfig
 from tandem.spec.stored import UNQUANTISED, StoredFormats
@@ -43,7 +43,7 @@ def resolve(
     if refused:
         kind = DoesNotFit if isinstance(refused[-1], DoesNotFit) else ConfigError
         raise kind(*(reason for error in refused for reason in error.reasons))
-    return with_images(told(plan, model, machine), config, model, machine)
+    return with_images(with_rank_notices(plan, model, machine), config, model, machine)
 
 
 def fits(

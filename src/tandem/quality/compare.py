@@ -60,12 +60,12 @@ class CandidateResult:
 
 @dataclass(slots=True)
 class Candidate:
-    """Something that is measured. `alone[i]`: hidden states of the reference but for its layer i."""
+    """Something that is measured. `one_layer_off[i]`: hidden states of the reference but for its layer i."""
 
     label: str
     stream: LayerStream
     errors: list[LayerError] = field(default_factory=list)
-    alone: list[Tensor] = field(default_factory=list)
+    one_layer_off: list[Tensor] = field(default_factory=list)
 
 
 class OutputHead:
@@ -173,7 +173,7 @@ class Comparison:
         before, layer = reference.hidden.clone(), reference.layer(index)
         reference.advance(layer, reference.hidden, self._tick)
         for candidate in self.candidates:
-            for hidden in candidate.alone:
+            for hidden in candidate.one_layer_off:
                 reference.advance(layer, hidden, self._tick)
         return before
 
@@ -183,14 +183,14 @@ class Comparison:
         errors = (relative_error(own, truth), relative_error(candidate.stream.hidden, truth))
         candidate.errors.append(LayerError(index, *errors))
         if self.layer_kl:
-            candidate.alone.append(own.to(truth.dtype))
+            candidate.one_layer_off.append(own.to(truth.dtype))
 
     # -- logits ---
 
     def _compare_logits(self, writer: LogitsWriter | None, keep: int) -> tuple[float | None, list[CandidateResult]]:
         heads = self._heads()
         base, sums = Sums(), [Sums() for _ in self.candidates]
-        lone_sums = [[Sums() for _ in candidate.alone] for candidate in self.candidates]
+        lone_sums = [[Sums() for _ in candidate.one_layer_off] for candidate in self.candidates]
         for first, rows in self._chunks():
             targets = self.windows.tokens[rows + 1]
             truth = self._reference_rows(heads, first, rows, targets, base)
@@ -198,7 +198,7 @@ class Comparison:
                 writer.append(kept_rows(truth.logits, targets, keep))
             for candidate, head, total, own_sums in zip(self.candidates, heads[1:], sums, lone_sums, strict=True):
                 total.add(head.logits(candidate.stream.hidden[rows]), targets, truth)
-                for hidden, each in zip(candidate.alone, own_sums, strict=True):
+                for hidden, each in zip(candidate.one_layer_off, own_sums, strict=True):
                     each.add(heads[0].logits(hidden[rows]), targets, truth)
             self._tick()
         results = [_result(*each) for each in zip(self.candidates, sums, lone_sums, strict=True)]

@@ -31,7 +31,7 @@ from tandem.models.layers import DecoderLayer, decoder_layer
 from tandem.models.model import embedding_of, final_norm_of, head_of, names_of
 from tandem.models.names import expert_biases
 from tandem.models.passing import Arrays, ForwardState
-from tandem.models.residual import Residual, end_of, settle, widened
+from tandem.models.residual import Residual, add_pending, end_of, widened
 from tandem.planner.choices.cached import cached_as
 from tandem.planner.choices.deferral import NEVER_LATE
 from tandem.planner.memory import gib
@@ -63,7 +63,7 @@ class Variant:
     threads: int | None = None
     int8_activations: bool = False
     gpu_share: float | None = None  # of the routed experts, on a GPU beside everything else; None: no GPU
-    late: int = 0  # of a token's experts in CPU memory, at most so many are added one layer later
+    deferred: int = 0  # of a token's experts in CPU memory, at most so many are added one layer later
     cached: str = "auto"  # --kv-cache-dtype
 
     def model(self) -> ModelConfig:
@@ -77,8 +77,8 @@ class Variant:
                 f"windows of {window} tokens are too long: the model goes to {model.max_positions}; "
                 "give a smaller --window"
             )
-        if self.late and model.moe.experts.latent:
-            raise ConfigError(f"--late {self.late}: {NEVER_LATE}, so none is ever late; leave it out")
+        if self.deferred and model.moe.experts.latent:
+            raise ConfigError(f"--late {self.deferred}: {NEVER_LATE}, so none is ever late; leave it out")
         config = EngineConfig(
             model=str(self.directory),
             kt_method=self.method,
@@ -162,13 +162,13 @@ class LayerStream:
         self._links: list[dict[int, SelectedKeys | None]] = [{} for _ in self._batches]
         self._due = DeferredSum()
         self.hidden = self._embedded()
-        self.owed = self.hidden.new_zeros(len(self.hidden), self.config.hidden) if variant.late else None
+        self.owed = self.hidden.new_zeros(len(self.hidden), self.config.hidden) if variant.deferred else None
 
     def layer(self, index: int) -> DecoderLayer:
         """Reads and packs layer `index`; it lives as long as it is referenced."""
         decoder = decoder_layer(self._builder, index, names_of(self._builder))
         self._builder.layer_done(index)
-        if decoder.moe is not None and self.variant.late:
+        if decoder.moe is not None and self.variant.deferred:
             decoder.moe.experts = DeferredExperts(decoder.moe.experts, self._deferral(index), self._due)
         return decoder
 
@@ -179,7 +179,7 @@ class LayerStream:
             on_cpu = [not bool(layer.all()) for layer in self._gpu.placement.gpu_experts]
         if not who_defers(on_cpu)[layers.index(index)]:
             return None
-        return Deferral(max(0, top_k - self.variant.late), top_k)
+        return Deferral(max(0, top_k - self.variant.deferred), top_k)
 
     def biases(self, index: int) -> ExpertBiases | None:
         """Biases of the experts of layer `index`; None where they have none."""
@@ -217,7 +217,7 @@ class LayerStream:
         for block in layer.blocks:
             states = [self._states[each] for each in block.states]
             p.pending = block.leave(block.operator(block.enter(p), p, states))
-        settle(p)
+        add_pending(p)
 
     def _embedded(self) -> Tensor:
         largest = int(self.windows.tokens.max())

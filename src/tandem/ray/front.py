@@ -128,7 +128,7 @@ async def _answered(engine: Any, query: ReplicaRequest, key: bytes, out: Out) ->
         except BackPressureError:
             return await out.fail(overloaded("too many requests wait for this model; try again later"))
         except (RayError, RayServeException) as error:
-            if out.said or not left:
+            if out.sent or not left:
                 return await out.fail(EngineError(LOST) if not isinstance(error, TandemError) else error)
             continue
         if busy is None:

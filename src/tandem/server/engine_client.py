@@ -114,7 +114,7 @@ class EngineClient:
             send(request)
         self._waiting = {}
         for woken in self._wakes:
-            _settle(woken, None)
+            _resolve(woken, None)
         self._wakes = []
 
     def detach(self, why: str) -> None:
@@ -131,7 +131,7 @@ class EngineClient:
         """The engine ends, since nobody uses it: requests wait for the next one, and `sleep` hears of them."""
         self._asleep = True
         for flush in self._flushes:
-            _settle(flush, None)
+            _resolve(flush, None)
         self._lose_engine(ASLEEP)
 
     def _lose_engine(self, why: str, waiting: Sequence[asyncio.Future[Any]] = ()) -> None:
@@ -260,14 +260,14 @@ class EngineClient:
             case RequestRefused():
                 self._refused(message)
             case CacheFlushed():
-                _settle(self._flushes.pop(0), None)
+                _resolve(self._flushes.pop(0), None)
             case ExpertsRecorded():
                 if message.error is None:
                     self.holds_recording = message.recording or message.file is None
-                _settle(self._recordings.pop(0), message)
+                _resolve(self._recordings.pop(0), message)
                 self.sleep.look()
             case ExpertTraffic():
-                _settle(self._looks.pop(0), message)
+                _resolve(self._looks.pop(0), message)
                 self.sleep.look()
             case _:
                 raise EngineError(f"unexpected message from the engine: {type(message).__name__}")
@@ -294,7 +294,7 @@ class EngineClient:
         self._send(message)
 
 
-def _settle(answer: asyncio.Future[T], value: T) -> None:
+def _resolve(answer: asyncio.Future[T], value: T) -> None:
     """Unless its client has left."""
     if not answer.done():
         answer.set_result(value)

@@ -17,11 +17,11 @@ from tandem.server.state import ServerState
 
 
 class PromptWithImages(NamedTuple):
-    """A prompt with the rows of its images. seen: keeps their pixels."""
+    """A prompt with the rows of its images. prepared: keeps their pixels."""
 
     ids: list[int]
     images: tuple[ImageSpan, ...] = ()
-    seen: tuple[PreparedImage, ...] = ()
+    prepared: tuple[PreparedImage, ...] = ()
 
 
 async def with_images(

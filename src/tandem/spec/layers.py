@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tandem.mechanisms.channel_delta.shape import ChannelDelta
+from tandem.mechanisms.compressed_attention.shape import CompressedAttention
 from tandem.mechanisms.delta_net.shape import DeltaRule
 from tandem.mechanisms.dense.shape import Dense
 from tandem.mechanisms.experts.shape import Moe
@@ -17,14 +18,13 @@ from tandem.mechanisms.gated_streams.shape import GatedStreams
 from tandem.mechanisms.grouped_query.shape import Gqa
 from tandem.mechanisms.latent.shape import Latent
 from tandem.mechanisms.ngrams.shape import Ngram
-from tandem.mechanisms.shared_kv.shape import SharedKv
 from tandem.mechanisms.short_conv.shape import ShortConv
 from tandem.mechanisms.state_space.shape import StateSpace
 from tandem.mechanisms.streams.shape import Hyper
 from tandem.spec.norm import Norm
 from tandem.spec.state import State
 
-Attention = Gqa | Latent | SharedKv
+Attention = Gqa | Latent | CompressedAttention
 Mixer = Attention | DeltaRule | ChannelDelta | ShortConv | StateSpace
 Body = Mixer | Dense | Moe | Ngram | Foreign
 ResidualStreams = Hyper | GatedStreams

@@ -29,11 +29,11 @@ STORED = "stored"  # the format that means: as the checkpoint has it
 
 @dataclass(frozen=True, slots=True)
 class ForeignCode:
-    """A model that runs through another library's modules. config_json: what its config.json says. alone: why its
+    """A model that runs through another library's modules. config_json: what its config.json says. why_single: why its
     sequences run one at a time; "": they are packed."""
 
     config_json: str
-    alone: str = ""
+    why_single: str = ""
 
 
 @dataclass(frozen=True)
@@ -287,4 +287,4 @@ def _experts_of(moe: Moe | None) -> Moe | None:
 
 def why_alone(model: ModelConfig) -> str:
     """Why its sequences run one at a time, without a prefix match; "": they do not."""
-    return "" if model.foreign is None else model.foreign.alone
+    return "" if model.foreign is None else model.foreign.why_single

@@ -49,7 +49,9 @@ def test_it_is_as_sure_as_the_reference(made: BlockDrafted, tmp_path: Path) -> N
 
     def noted(wanted):
         found = draw(wanted)
-        said.extend((list(s.tokens), drafter.sure(s), tokens) for (s, _), tokens in zip(wanted, found, strict=True))
+        said.extend(
+            (list(s.tokens), drafter.confidences(s), tokens) for (s, _), tokens in zip(wanted, found, strict=True)
+        )
         return found
 
     drafter.draw = noted
@@ -67,7 +69,7 @@ def test_without_its_word_every_guess_is_sure(tiny_models, tmp_path: Path) -> No
     engine = engine_of(model.path, tmp_path, page_size=8)
     seen = list(chunks_of(engine, request("a", PROMPTS["a"], max_tokens=8, ignore_eos=True)))
     assert all(list(draft_tokens) == model.chain(tokens, len(draft_tokens)) for tokens, draft_tokens in seen) and seen
-    assert set(engine._speculation._drafter._chain.sure[0]) == {1.0}
+    assert set(engine._speculation._drafter._chain.confidences[0]) == {1.0}
 
 
 def test_the_layers_may_be_in_another_directory(made: BlockDrafted, tiny_models, tmp_path: Path) -> None:
@@ -104,7 +106,7 @@ def test_recordings_guess_the_same(made: BlockDrafted, tmp_path: Path) -> None:
     assert len(seen) > 20 and set(used) >= {1, 2, 3} and used.count(0) <= len(asks)
     for tokens, draft_tokens in seen:
         assert list(draft_tokens) == made.chain(tokens, len(draft_tokens))
-    assert len(engine._speculation._drafter._chain.sure[0]) == SIZE
+    assert len(engine._speculation._drafter._chain.confidences[0]) == SIZE
 
 
 @pytest.fixture(scope="module")
@@ -193,5 +195,5 @@ def test_an_abort_leaves_nothing_behind(made: BlockDrafted, tmp_path: Path) -> N
     engine.abort("a")
     run(engine, request("b", PROMPTS["a"], max_tokens=4, ignore_eos=True))
     drafter = engine._speculation._drafter
-    assert not drafter._said and not drafter._rows._known
+    assert not drafter._confidences and not drafter._rows._known
     check_pages(engine)

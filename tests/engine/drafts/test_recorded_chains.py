@@ -141,13 +141,13 @@ def test_a_prompt_s_last_rows_are_a_recording_s(glm, tmp_path: Path) -> None:
     engine = engine_of(glm.path, tmp_path)
     recording(engine, (1,))
     chains, passes = engine._speculation._drafter._chain, []
-    alone = chains._alone.chains
+    alone = chains._unrecorded.chains
 
     def noted(runs, widths):
         passes.append(([len(run.tokens) for run in runs], list(widths)))
         return alone(runs, widths)
 
-    chains._alone.chains = noted
+    chains._unrecorded.chains = noted
     seen = list(chunks_of(engine, request("c", PROMPTS["c"], max_tokens=12, ignore_eos=True)))
     assert passes == [([len(PROMPTS["c"]) - 8], [])]
     assert len(seen) > 2 and all(list(drafts) == glm.chain(tokens, len(drafts)) for tokens, drafts in seen)

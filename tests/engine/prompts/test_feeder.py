@@ -117,6 +117,6 @@ def test_an_error_of_a_pass_that_is_given_up_is_logged(caplog: pytest.LogCapture
     feeder = LaunchThread()
     feeder.start(FakePieces(3, fails=3))
     with feeder.opened():
-        until(lambda: feeder._given is not None and feeder._given.ended.is_set())
+        until(lambda: feeder._launched is not None and feeder._launched.ended.is_set())
     feeder.stop()
     assert "a layer failed" in caplog.text

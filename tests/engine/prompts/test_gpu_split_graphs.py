@@ -38,7 +38,7 @@ def shared(path: object, on_gpu: float, travelling: float, parts: int = 0) -> tu
     held = CudaCopies(DEVICE)
     assert hold_all([layer.cpu for layer in layers if layer], held)
     nbytes = max(layer.cpu.bytes_per_expert for layer in layers if layer)
-    most = max(layer.places for layer in layers if layer)
+    most = max(layer.cpu_slots for layer in layers if layer)
     ring = StagingRing(parts or 2 * -(-most // 2), 2, -(-2 * nbytes // 256) * 256)
     followed = StreamReadings(ask=session.usage.ask)
     stream = ExpertStream(layers, ring, CudaCopyStream(DEVICE, held), rates(travelling), DEVICE, followed)
@@ -47,7 +47,7 @@ def shared(path: object, on_gpu: float, travelling: float, parts: int = 0) -> tu
         each.stream, each.index = stream, index
     runner = session.runner
     runner._start = runner._begin_step = begin_step(session.side, stream)
-    runner._plan = replace(runner._plan, alone=False, splits=(ROWS,))
+    runner._plan = replace(runner._plan, no_decodes=False, splits=(ROWS,))
     with torch.inference_mode():
         runner._capture_prompts()
     assert ROWS in runner._splits._graphs

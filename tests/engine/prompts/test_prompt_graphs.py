@@ -14,8 +14,8 @@ from tandem.engine.graphs.prefill_graphs import (
     SEQUENCES,
     ChunkInputs,
     GraphPiece,
-    PromptGraph,
-    PromptGraphs,
+    PrefillGraph,
+    PrefillGraphs,
     Replayed,
 )
 from tandem.engine.sampling.logits import HostRows
@@ -41,9 +41,9 @@ def batch(lengths: list[int], firsts: list[int], wanted: list[int], pages: int =
     )  # fmt: skip
 
 
-def graphs(*sizes: int) -> PromptGraphs:
-    made = PromptGraphs(None)
-    made._graphs = {size: PromptGraph(ChunkInputs(size, PAGES, CPU), (), found(SEQUENCES)) for size in sizes}
+def graphs(*sizes: int) -> PrefillGraphs:
+    made = PrefillGraphs(None)
+    made._graphs = {size: PrefillGraph(ChunkInputs(size, PAGES, CPU), (), found(SEQUENCES)) for size in sizes}
     return made
 
 
@@ -107,7 +107,7 @@ class ScriptedSetup:
 
     calls: list[str] = field(default_factory=list)
 
-    def release(self) -> None:
+    def end_task(self) -> None:
         self.calls.append("release")
 
     def step(self, name: str) -> Any:
@@ -174,7 +174,7 @@ def task_of(pieces: Replayed, told: ScriptedSetup) -> PrefillTask:
 def test_a_pass_gives_its_pieces_in_order_and_has_the_rows_that_were_wanted(monkeypatch) -> None:
     told = ScriptedSetup()
     pieces = [GraphPiece([told.step(f"piece {i}")]) for i in range(3)]
-    graph = PromptGraph(ChunkInputs(ROWS, PAGES, CPU), pieces, found(SEQUENCES))
+    graph = PrefillGraph(ChunkInputs(ROWS, PAGES, CPU), pieces, found(SEQUENCES))
     monkeypatch.setattr(torch.cuda, "Event", Done)
     work = graph.of(batch([9, 4], [0, 30], [8, 12]))
     made = task_of(work, told)
@@ -214,7 +214,7 @@ def test_a_prompt_that_fails_in_a_step_lets_go_of_what_it_held(monkeypatch, erro
     told, runner = ScriptedSetup(), GpuRunner.__new__(GpuRunner)
     runner._graphs = GraphPool()
     runner._graphs.prefill = graphs(16)
-    graph = PromptGraph(ChunkInputs(ROWS, PAGES, CPU), [GraphPiece([told.step("piece")])], found(SEQUENCES))
+    graph = PrefillGraph(ChunkInputs(ROWS, PAGES, CPU), [GraphPiece([told.step("piece")])], found(SEQUENCES))
     monkeypatch.setattr(torch.cuda, "Event", Done)
     chunk = batch([9, 4], [0, 30], [8, 12])
     made = task_of(graph.of(chunk), told)

@@ -149,6 +149,6 @@ def test_a_stage_that_gave_up_fails_its_step_alone(stages: Stages) -> None:
 def test_what_is_rehearsed_or_not_computed_is_so_for_all_stages() -> None:
     handoffs = StageHandoffs(SIZES, [TWO[0]] * 3, PATIENCE)
     with handoffs.rehearsing(), handoffs.computing_nothing():
-        assert all(each.takes_hints(1) and not each.copies.computes for each in handoffs.stages)
-    assert not any(each.takes_hints(1) for each in handoffs.stages)
+        assert all(each.takes_predictions(1) and not each.copies.computes for each in handoffs.stages)
+    assert not any(each.takes_predictions(1) for each in handoffs.stages)
     assert all(each.copies.computes for each in handoffs.stages)

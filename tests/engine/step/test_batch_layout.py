@@ -31,11 +31,11 @@ PAGE, PAGES, MOST, CPU = 8, 12, 96, torch.device("cpu")
 
 def old_batch(
     chunks: list[Chunk], *,
-    apart: bool = False, speculative: bool = False, windowed: bool = False, each_row: bool = False,
+    row_per_sequence: bool = False, speculative: bool = False, windowed: bool = False, each_row: bool = False,
 ) -> ForwardBatch:
     """Of a step's chunks, in host memory."""
-    rows_apart = each_row or (apart and any(chunk.draft_tokens for chunk in chunks))
-    settled = [not c.draft_tokens and c.sequence.folded_len == c.sequence.computed_len for c in chunks]
+    rows_apart = each_row or (row_per_sequence and any(chunk.draft_tokens for chunk in chunks))
+    settled = [not c.draft_tokens and c.sequence.state_len == c.sequence.computed_len for c in chunks]
     folds = speculative and (each_row or not all(settled))
     owners = [(chunk, i) for chunk in chunks for i in range(chunk.length)]
     ends = [(c, i + 1) for c, i in owners] if rows_apart else [(c, c.length) for c in chunks]
@@ -64,8 +64,11 @@ def old_batch(
         block_tables=tables("page_table"),
         logits_rows=torch.tensor(wanted, dtype=torch.int64),
         slots=torch.tensor([c.sequence.slot for c, _ in ends], dtype=torch.int32),
-        folded=torch.tensor([c.sequence.folded_len for c, _ in ends], dtype=torch.int32) if folds else None,
-        sure=torch.tensor([c.sure for c, _ in ends], dtype=torch.int32) if folds and not apart else None,
+        state_lens=torch.tensor([c.sequence.state_len for c, _ in ends], dtype=torch.int32) if folds else None,
+        num_verified=(
+            torch.tensor([c.num_verified for c, _ in ends], dtype=torch.int32)
+            if folds and not row_per_sequence else None
+        ),
         single_rows=len(ends) if rows_apart else sum(1 for _ in takewhile(lambda c: c.length == 1, chunks)),
     )
     if windowed:
@@ -89,8 +92,9 @@ def old_image(source: ForwardBatch, size: int, kinds: int, speculative: bool) ->
     slots = source.slots[index]
     slots[rows:] = 0
     lens = source.seq_lens[index]
-    folded = torch.zeros_like(lens) if not speculative else lens - 1 if source.folded is None else source.folded[index]
-    narrow = [lens, slots, folded, *tables, torch.tensor([rows], dtype=torch.int32)]
+    known = lens - 1 if source.state_lens is None else source.state_lens[index]
+    state_lens = known if speculative else torch.zeros_like(lens)
+    narrow = [lens, slots, state_lens, *tables, torch.tensor([rows], dtype=torch.int32)]
     first = b"".join(part.numpy().tobytes() for part in wide)
     return first + bytes(-len(first) % 128) + b"".join(part.numpy().tobytes() for part in narrow)
 
@@ -140,7 +144,7 @@ def sequence_of(random: np.random.Generator, computed: int, tokens: int) -> Any:
     pages = -(-(computed + tokens + 4) // PAGE)
     tables = [random.integers(0, 1000, PAGES).astype(np.int32) for _ in range(2)]
     return SimpleNamespace(
-        computed_len=computed, folded_len=computed - int(random.integers(0, min(3, computed) + 1)),
+        computed_len=computed, state_len=computed - int(random.integers(0, min(3, computed) + 1)),
         tokens=random.integers(0, 999, computed + tokens).tolist(), page_table=tables[0], window_table=tables[1],
         num_pages=min(PAGES, pages), slot=int(random.integers(1, 50)),
     )  # fmt: skip
@@ -180,9 +184,9 @@ def same(one: ForwardBatch, other: ForwardBatch) -> None:
 
 
 KINDS = [
-    {}, {"speculative": True}, {"apart": True, "speculative": True}, {"windowed": True},
+    {}, {"speculative": True}, {"row_per_sequence": True, "speculative": True}, {"windowed": True},
     {"each_row": True, "speculative": True},
-    {"apart": True, "speculative": True, "windowed": True},
+    {"row_per_sequence": True, "speculative": True, "windowed": True},
 ]  # fmt: skip
 
 
@@ -202,7 +206,7 @@ def test_a_steps_batch_has_the_bytes_it_had(seed: int, kind: dict[str, bool]) ->
 @pytest.mark.parametrize("size", [6, 16, 20])
 def test_a_decode_graphs_memory_has_the_bytes_it_had(size: int, speculative: bool, windowed: bool) -> None:
     inputs = GraphInputs(size, GraphPlan((size,), PAGES, speculative=speculative, windowed=windowed), CPU)
-    arrays = BatchArrays(PAGE, MOST, apart=True, speculative=speculative, windowed=windowed)
+    arrays = BatchArrays(PAGE, MOST, row_per_sequence=True, speculative=speculative, windowed=windowed)
     for chunks in steps(size, draft_tokens=speculative):
         batch = arrays.fill([chunk for chunk in chunks if chunk.length <= 4] or [chunk_of(np.random.default_rng(1), 1)])
         if len(batch.seq_lens) != len(batch.input_ids) or len(batch.seq_lens) > size:
@@ -211,17 +215,17 @@ def test_a_decode_graphs_memory_has_the_bytes_it_had(size: int, speculative: boo
         inputs.fill(batch)
         inputs.send()
         wanted = old_image(batch, size, 1 + windowed, speculative)
-        assert inputs._host.numpy().tobytes() == inputs._there.numpy().tobytes() == wanted
+        assert inputs._host.numpy().tobytes() == inputs._device_image.numpy().tobytes() == wanted
         same(inputs.image, inputs.batch)
         assert inputs.batch.query_starts.tolist() == list(range(size + 1)) and inputs.batch.single_rows == 0
-        assert inputs.batch.logits_rows.tolist() == list(range(size)) and inputs.batch.sure is None
-        assert (inputs.batch.folded is None) != speculative and (inputs.batch.windows is None) != windowed
+        assert inputs.batch.logits_rows.tolist() == list(range(size)) and inputs.batch.num_verified is None
+        assert (inputs.batch.state_lens is None) != speculative and (inputs.batch.windows is None) != windowed
         check_views(inputs)
 
 
 def check_views(inputs: GraphInputs) -> None:
     """Each tensor lies where the graph's copy writes it."""
-    block, batch = inputs._there, inputs.batch
+    block, batch = inputs._device_image, inputs.batch
     first, nbytes = block.data_ptr(), block.numel()
     names = ["input_ids", "positions", "cache_slots", "seq_lens", "slots", "block_tables"]
     tensors = [getattr(batch, name) for name in names] + [inputs.counted]
@@ -242,7 +246,7 @@ def test_a_prefill_graphs_memory_has_the_bytes_it_had(rows: int) -> None:
         inputs.fill(batch)
         inputs.send()
         wanted = old_chunk_image(batch, rows)
-        assert inputs._host.numpy().tobytes() == inputs._there.numpy().tobytes() == wanted
+        assert inputs._host.numpy().tobytes() == inputs._device_image.numpy().tobytes() == wanted
         same(inputs.image, inputs.batch)
         assert inputs.batch.block_tables.shape == (SEQUENCES, PAGES) and inputs.batch.windows is None
 
@@ -265,10 +269,10 @@ def test_rows_that_are_no_drafts_are_known_wherever_a_batch_goes() -> None:
     batch = BatchArrays(PAGE, MOST, speculative=True, windowed=True).fill(chunks)
     copy = moved(batch, CPU)
     for each in (batch, batch.windowed, copy, copy.windowed):
-        assert each.sure is not None and each.sure.tolist() == [1, 1, 9]
-        assert each.sure.dtype == torch.int32
-    assert copy.sure.data_ptr() != batch.sure.data_ptr()
-    assert BatchArrays(PAGE, MOST, speculative=True, apart=True).fill(chunks).sure is None
+        assert each.num_verified is not None and each.num_verified.tolist() == [1, 1, 9]
+        assert each.num_verified.dtype == torch.int32
+    assert copy.num_verified.data_ptr() != batch.num_verified.data_ptr()
+    assert BatchArrays(PAGE, MOST, speculative=True, row_per_sequence=True).fill(chunks).num_verified is None
 
 
 def test_batches_are_made_in_one_place() -> None:

@@ -11,7 +11,7 @@ import torch
 from tandem.engine.graphs.decode_graphs import DecodeCapture
 from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
 from tandem.engine.graphs.pool import GraphPool
-from tandem.engine.graphs.prefill_graphs import PrefillCapture, PromptGraphs
+from tandem.engine.graphs.prefill_graphs import PrefillCapture, PrefillGraphs
 from tandem.models import ForwardBatch
 
 CPU, PAGES = torch.device("cpu"), 3
@@ -43,9 +43,9 @@ class PrefillCaptures:
         self._own = PrefillCapture(cast(Any, None), [], PAGES, start, cast(Any, None), CPU, None)
         self.shared_sizes, self.shares = self._own.shared_sizes, self._own.shares
 
-    def of(self, sizes: Any, sibling: PromptGraphs | None = None, reserve_sms: bool = False) -> PromptGraphs:
+    def of(self, sizes: Any, sibling: PrefillGraphs | None = None, reserve_sms: bool = False) -> PrefillGraphs:
         self.order.append((tuple(sizes), sibling, reserve_sms))
-        return PromptGraphs(None, sibling)
+        return PrefillGraphs(None, sibling)
 
 
 def pool_of(plan: GraphPlan) -> tuple[GraphPool, Captures]:
@@ -59,7 +59,7 @@ def batch(rows: int, *, wanted: int | None = None, drafts: bool = False) -> Forw
     return ForwardBatch(
         input_ids=one.long(), positions=one.long(), cache_slots=one.long(), seq_lens=one, slots=one,
         query_starts=torch.arange(rows + 1, dtype=torch.int32), block_tables=one[:, None],
-        logits_rows=torch.arange(rows if wanted is None else wanted), folded=one if drafts else None,
+        logits_rows=torch.arange(rows if wanted is None else wanted), state_lens=one if drafts else None,
     )  # fmt: skip
 
 
@@ -93,7 +93,7 @@ def test_prefills_have_two_sets_of_graphs_only_where_the_background_has_fewer_mu
 ) -> None:
     pool, start = GraphPool(), SimpleNamespace(may_split=lambda rows: rows > 16, splits=lambda rows: True)
     captures = PrefillCaptures(start)
-    plan = GraphPlan((), PAGES, prompts=(16, 32), splits=(16, 32), alone=alone, reserved_sms=reserved)
+    plan = GraphPlan((), PAGES, prompts=(16, 32), splits=(16, 32), no_decodes=alone, reserved_sms=reserved)
     pool.capture_prefill(plan, cast(PrefillCapture, captures))
     own = bool(reserved) and alone
     assert (pool.prefill is not pool.background) == own
@@ -105,7 +105,7 @@ def test_a_chunks_experts_are_shared_where_that_is_best_now() -> None:
     start = SimpleNamespace(may_split=lambda rows: True, splits=lambda rows: asked.append(rows) or len(asked) > 1)
     pool, graph = GraphPool(), object()
     assert pool.shared_graph(batch(16)) is None
-    pool.capture_prefill(GraphPlan((), PAGES, splits=(16,), alone=False), cast(Any, PrefillCaptures(start)))
+    pool.capture_prefill(GraphPlan((), PAGES, splits=(16,), no_decodes=False), cast(Any, PrefillCaptures(start)))
     assert pool.shared_graph(batch(16)) is None and asked == []  # none was captured: nobody looks
     for graphs in (pool.shared, pool.prefill):
         graphs.graph_of = lambda step, exclusive=False: graph  # type: ignore[assignment, method-assign]

@@ -183,7 +183,7 @@ def test_a_prefill_goes_on_while_a_replayed_step_runs(monkeypatch) -> None:
 
 
 def test_pieces_that_a_thread_gives_end_before_the_pass(monkeypatch) -> None:
-    """Kernel by kernel, on the GPU alone: the feeder's thread, only while a step waits."""
+    """Kernel by kernel, on the GPU alone: the launch thread, only while a step waits."""
     engine, calls = decoding(monkeypatch, prompts=())
     engine.add(request("b", PROMPTS["b"], max_tokens=4))
     got = {name: token_ids(outputs) for (name, _), outputs in run(engine).items()}
@@ -287,7 +287,7 @@ def test_layers_of_a_prompt_may_be_given_until_the_gpu_has_ended_a_step(monkeypa
     engine, _ = replayed_engine(monkeypatch, prompts=())
     runner, opened = engine._runner, list[bool]()
     wait = runner._end.wait
-    monkeypatch.setattr(runner._end, "wait", lambda: [opened.append(runner._feeder._open.is_set()), wait()])
+    monkeypatch.setattr(runner._end, "wait", lambda: [opened.append(runner._launcher._open.is_set()), wait()])
     engine.add(request("a", PROMPTS["a"], max_tokens=9))
     engine.step()
     opened.clear()
@@ -298,4 +298,4 @@ def test_layers_of_a_prompt_may_be_given_until_the_gpu_has_ended_a_step(monkeypa
     assert engine._scheduler.in_flight
     opened.clear()
     engine.step()
-    assert opened == [True] and not runner._feeder._open.is_set()
+    assert opened == [True] and not runner._launcher._open.is_set()

@@ -36,7 +36,7 @@ def check(matrix: GpuLinear, s: Sum) -> None:
     before = s.residual.clone()
     made = matrix.after_norm(s)
     assert made is not None and torch.equal(s.residual, before)
-    x = rms_norm(s.x, s.weight, s.eps, before, s.beside)
+    x = rms_norm(s.x, s.weight, s.eps, before, s.addend)
     assert torch.equal(made.residual, before)
     assert ((made.x - x).abs() <= (2.0**-20 if INTERPRETED else 2.0**-7) * x.abs()).all()
     product = matrix(made.x)

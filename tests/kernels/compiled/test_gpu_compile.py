@@ -28,6 +28,9 @@ from tandem.kernels.joined import Sum
 from tandem.kernels.ops import Addend, ExpertBiases, ExpertCounts, HeadNorms, RopeTables, Routing
 from tandem.kernels.step_rows import step_rows
 from tandem.mechanisms.channel_delta.torch import ChannelGates, ChannelWeights
+from tandem.mechanisms.compressed_attention.shape import CompressedAttention, Compression, EntryIndex
+from tandem.mechanisms.compressed_attention.torch import Projected
+from tandem.mechanisms.compressed_attention.weights import CompressedWeights, CompressionWeights
 from tandem.mechanisms.delta_net.shape import DeltaRule
 from tandem.mechanisms.delta_net.torch import DeltaState, DeltaWeights, Product
 from tandem.mechanisms.gated_streams.shape import GatedStreams
@@ -40,9 +43,6 @@ from tandem.mechanisms.ngrams.torch import Hashes, NgramWeights
 from tandem.mechanisms.recurrence.tokens import RecurrentTokens
 from tandem.mechanisms.recurrence.torch import Taps
 from tandem.mechanisms.router.shape import Router
-from tandem.mechanisms.shared_kv.shape import EntryIndex, Pool, SharedKv
-from tandem.mechanisms.shared_kv.torch import Projected
-from tandem.mechanisms.shared_kv.weights import PoolWeights, SharedKvWeights
 from tandem.mechanisms.state_space.torch import SpaceInputs, SpaceWeights
 from tandem.mechanisms.streams.shape import Hyper
 from tandem.mechanisms.streams.torch import HyperWeights, RowNorm, StreamMix, StreamResult
@@ -68,18 +68,19 @@ if HAS_TRITON and not INTERPRETED:
     from triton.runtime.jit import JITFunction, create_function_from_signature
 
     from tandem.kernels import which
-    from tandem.kernels.gpu import attention_decode, attention_prefill, best, overlap
+    from tandem.kernels.gpu import attention_decode, attention_prefill, best
+    from tandem.kernels.gpu import dependent_launch as overlap
     from tandem.kernels.gpu.linear import GpuLinear
     from tandem.kernels.gpu.ops import GpuOps
     from tandem.kernels.gpu.pinned import read_rows
     from tandem.kernels.gpu.prompts import products
     from tandem.kernels.gpu.prompts.order import keyed
     from tandem.mechanisms.channel_delta.gpu import GpuChannelStateUpdates
+    from tandem.mechanisms.compressed_attention.gpu import attend as shared_attend
+    from tandem.mechanisms.compressed_attention.gpu import prompt as shared_prompt
     from tandem.mechanisms.delta_net.gpu import prompt
     from tandem.mechanisms.latent.gpu import decode, prompt_kernels
     from tandem.mechanisms.recurrence.gpu.folds import GpuStateUpdates
-    from tandem.mechanisms.shared_kv.gpu import attend as shared_attend
-    from tandem.mechanisms.shared_kv.gpu import prompt as shared_prompt
     from tandem.mechanisms.state_space.gpu import GpuSpaceStateUpdates
 
 pytestmark = [
@@ -324,7 +325,7 @@ def test_experts_of_many_rows(
         layer.load(expert, square(fmt), square(fmt), square(fmt))
     assert layer.prompts is not None
     for tokens, at_once in ((128, 1), (129, 16), (700, 5), (2048, 21)):
-        layer.prompts.at_once, layer.prompts._made = at_once, None
+        layer.prompts.at_once, layer.prompts._scratch = at_once, None
         slots = keyed(*(torch.zeros(tokens, 3, dtype=torch.int32) for _ in range(2)), layer.table)
         layer.partial(torch.zeros(tokens, 256).bfloat16(), Routing(slots, torch.ones(tokens, 3), slots))
     names = ("_keyed", "_rank", "_edges", "_gather", "_between")
@@ -493,18 +494,18 @@ def test_latent_attention_over_chosen_tokens(
     assert (counts["decode_hopper" if hopper else "_decode"], counts["_merge"]) == (2 if hopper else 3, 2)
 
 
-POOLS = {"index": Pool(4, True, EntryIndex(64, 128, 512)), "all": Pool(16), "none": None}
+POOLS = {"index": Compression(4, True, EntryIndex(64, 128, 512)), "all": Compression(16), "none": None}
 
 
 @compiled_by("card", (HOPPER, LEAST), "pooled", POOLS)
 def test_shared_keys(card: Compiler, ops: GpuOps, pooled: str) -> None:
     """DeepSeek-V4's widths: chunks of two sequences, with and without a choice of entries, and rows that decode."""
     pool = POOLS[pooled]
-    shape = SharedKv(64, 512, 1024, 128, RopeShape(1e4, 64, pairs="neighbours"), 8, 32, 1e-6, pool)
+    shape = CompressedAttention(64, 512, 1024, 128, RopeShape(1e4, 64, pairs="neighbours"), 8, 32, 1e-6, pool)
     widths = () if pool is None else pool.widths(512)
-    pools = tuple(PoolWeights(torch.zeros(pool.rows if pool else 0, w), torch.ones(w)) for w in widths)
+    pools = tuple(CompressionWeights(torch.zeros(pool.rows if pool else 0, w), torch.ones(w)) for w in widths)
     angles = torch.rand(9000, 32)
-    heads = ops.bound(shape, SharedKvWeights(angles, angles, torch.zeros(64), torch.zeros(8, 32, 4096), pools))
+    heads = ops.bound(shape, CompressedWeights(angles, angles, torch.zeros(64), torch.zeros(8, 32, 4096), pools))
     inputs, stride = (1, 1) if pool is None else (pool.inputs(512), pool.stride)
     for spans in ([(0, 33), (7, 50)], [(8000, 8003)], [(99, 100), (8999, 9000)], [(40, 300)]):
         tables, pages = random_tables(len(spans), max(end for _, end in spans))
@@ -616,7 +617,7 @@ def test_gated_delta_nets(card: Compiler, ops: GpuOps, model: str) -> None:
         wide, narrow = torch.zeros(rows, shape.channels + shape.values), torch.zeros(rows, 2 * shape.v_heads)
         product = Product(torch.zeros(rows, 2048).bfloat16(), matrix)
         delta(wide.bfloat16(), product, batch, state)
-        for each in (batch, replace(batch, folded=batch.seq_lens - batch.query_starts.diff())):
+        for each in (batch, replace(batch, state_lens=batch.seq_lens - batch.query_starts.diff())):
             delta(wide.bfloat16(), narrow.bfloat16(), each, state)
     counts = {name: len(variants) for name, variants in card.variants.items()}
     once = dict.fromkeys(("convolve", "keep", "within", "walk", "gated_norm"), 1)

@@ -43,7 +43,7 @@ class Layer:
             if nodes
             else cases.workspace_of("scalar")
         )
-        self.cpu = PackedExperts(where, EXPERTS, HIDDEN, WIDTH, "int4", places=places)
+        self.cpu = PackedExperts(where, EXPERTS, HIDDEN, WIDTH, "int4", cpu_slots=places)
         for expert in range(on_gpu, EXPERTS):
             self.cpu.load_packed(expert, self.bytes[expert])
         slot_of = torch.tensor([e if e < on_gpu else -1 for e in range(EXPERTS)])
@@ -84,9 +84,9 @@ def made(
     layers: list[Layer],
     copies: FakeCopies,
     budget: int = PLENTY,
-    stages: int = 2,
+    buffers: int = 2,
     tables: FakeTables | None = None,
 ) -> LiveExchange:
     copies.tables = tables or FakeTables([layer.gpu for layer in layers])
     sides = [LiveLayer(layer.gpu, layer.cpu) for layer in layers]
-    return LiveExchange(sides, copies.tables, copies, budget, stages, at_once, tail_seconds=PATIENCE)
+    return LiveExchange(sides, copies.tables, copies, budget, buffers, at_once, tail_seconds=PATIENCE)

@@ -96,10 +96,10 @@ def check_windows(engine: Engine) -> None:
     free, idle = set(windows._free), set(windows._idle)
     assert len(free) == len(windows._free) and not free & idle and not (free | idle) & set(users)
     assert free | idle | set(users) == set(range(len(windows._users)))
-    assert windows._prefix == {own: page for page, own in windows._beside.items()}
+    assert windows._prefix == {own: page for page, own in windows._window_page.items()}
     assert idle <= set(windows._prefix) and not free & set(windows._prefix)
     known = engine._kv._tree
-    assert not windows._beside if known is None else all(page in known for page in windows._beside)
+    assert not windows._window_page if known is None else all(page in known for page in windows._window_page)
 
 
 def scored(engine: Engine, requests: list) -> dict:

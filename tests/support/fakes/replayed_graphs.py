@@ -14,7 +14,7 @@ from pausing_model import PausingFake
 from tandem.engine import gpu_runner
 from tandem.engine.engine import Engine
 from tandem.engine.graphs.decode_graphs import DecodeCapture, DecodeGraph
-from tandem.engine.graphs.prefill_graphs import GraphPiece, PromptGraphs
+from tandem.engine.graphs.prefill_graphs import GraphPiece, PrefillGraphs
 from tandem.engine.sampling.logits import best_of
 from tandem.engine.speculation.draft import Drafter
 from tandem.engine.start import parts
@@ -57,13 +57,13 @@ class NotedStart:
     def pausable(self) -> bool:
         return True
 
-    def hold(self, batch: Any, split: bool = False) -> bool:
+    def begin_task(self, batch: Any, split: bool = False) -> bool:
         assert not self.held, "one pass at a time"
         self.held = True
         self.calls.append("hold split" if split else "hold")
         return self.alone or split
 
-    def release(self) -> None:
+    def end_task(self) -> None:
         self.held = False
         self.calls.append("release")
 
@@ -153,7 +153,7 @@ class FakeEvent:
 
 def without_gpu(patch: pytest.MonkeyPatch, calls: list[str]) -> None:
     """From now on runners of GPUs are made so, in this process."""
-    captured, of_prompts = DecodeCapture.captured, PromptGraphs._captured
+    captured, of_prompts = DecodeCapture.captured, PrefillGraphs._captured
 
     def replaying(self: DecodeCapture, inputs: Any, *how: Any, plain: bool = False) -> DecodeGraph:
         graph = captured(self, inputs, *how, plain=plain)
@@ -167,7 +167,7 @@ def without_gpu(patch: pytest.MonkeyPatch, calls: list[str]) -> None:
         graph.graph.replay = replay  # type: ignore[method-assign]
         return graph
 
-    def replaying_piece(self: PromptGraphs, work: LayerPieces, index: int) -> GraphPiece:
+    def replaying_piece(self: PrefillGraphs, work: LayerPieces, index: int) -> GraphPiece:
         of_prompts(self, work, index)
         last = index == work.count - 1
         logits = work.result()[0] if last else torch.empty(0)
@@ -181,7 +181,7 @@ def without_gpu(patch: pytest.MonkeyPatch, calls: list[str]) -> None:
         return GraphPiece([give])
 
     patch.setattr(DecodeCapture, "captured", replaying)
-    patch.setattr(PromptGraphs, "_captured", replaying_piece)
+    patch.setattr(PrefillGraphs, "_captured", replaying_piece)
     patch.setattr(NotedStreams, "calls", calls, raising=False)
     patch.setattr(gpu_runner, "Streams", NotedStreams)
     patch.setattr(parts, "split_sizes", lambda sizes: sizes)  # shorter chunks than any that pays

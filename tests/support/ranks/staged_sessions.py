@@ -118,10 +118,10 @@ def copied(left: Any, again: Any) -> None:
     left.residual.copy_(again.residual)
     if left.pending is not None:
         left.pending.copy_(again.pending)
-    if left.beside is not None:
-        left.beside.x.copy_(again.beside.x)
-        if left.beside.gate is not None:
-            left.beside.gate.copy_(again.beside.gate)
+    if left.addend is not None:
+        left.addend.x.copy_(again.addend.x)
+        if left.addend.gate is not None:
+            left.addend.gate.copy_(again.addend.gate)
 
 
 def logits_of(runner: StagedRunner, batch: Any) -> Tensor:

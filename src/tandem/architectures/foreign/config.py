@@ -53,7 +53,7 @@ def foreign_config(values: Mapping[str, Any], generation: JsonKeys) -> ModelConf
         tied_embeddings=bool(getattr(part, "tie_word_embeddings", False)),
         max_positions=getattr(part, "max_position_embeddings", None) or LONGEST,
         eos_ids=generation.integers("eos_token_id") or JsonKeys(values).integers("eos_token_id"),
-        foreign=ForeignCode(text, observation.alone),
+        foreign=ForeignCode(text, observation.why_single),
     )
 
 
@@ -86,7 +86,7 @@ def hidden_size(model: Any) -> int:
 def _states(model: Any, observation: Observation, count: int) -> list[tuple[State, ...]]:
     """States of each layer. Where Transformers' own cache runs, pages are never written: they stand for its bytes, and
     a slot separates the answers of each request."""
-    if observation.alone:
+    if observation.why_single:
         part = model.config.get_text_config()
         heads = getattr(part, "num_key_value_heads", None) or part.num_attention_heads
         size = getattr(part, "head_dim", None) or part.hidden_size // part.num_attention_heads

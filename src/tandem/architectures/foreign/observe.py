@@ -56,12 +56,13 @@ class AttentionCall:
 
 @dataclass(slots=True)
 class Observation:
-    """alone: why sequences cannot be packed, "": they can. top_k: of experts modules by name; ran: modules by name."""
+    """why_single: why sequences cannot be packed, "": they can. top_k: of experts modules, by name; ran:
+    names of modules."""
 
     attention: list[AttentionCall] = field(default_factory=list)
     top_k: dict[str, int] = field(default_factory=dict)
     ran: set[str] = field(default_factory=set)
-    alone: str = ""
+    why_single: str = ""
 
 
 def observe(model: Any) -> Observation:
@@ -69,16 +70,17 @@ def observe(model: Any) -> Observation:
     watch = _Watch(model)
     with ExitStack() as stack:
         for name, module in model.named_modules():
-            stack.enter_context(_ObservedRun(watch.found.ran, name, module))
+            stack.enter_context(_ObservedRun(watch.observation.ran, name, module))
         stack.enter_context(answering(watch))
         try:
             watch.run(model)
         except Unsupported as error:
-            watch.found.alone = str(error)
+            watch.observation.why_single = str(error)
         except Exception as error:  # a family's code may do anything
-            watch.found.alone = f"its modules cannot be watched ({type(error).__name__}: {_first_line(error)})"
-    watch.found.alone = _known(model.config) or watch.found.alone or watch.left_out(model)
-    return watch.found
+            why = f"its modules cannot be watched ({type(error).__name__}: {_first_line(error)})"
+            watch.observation.why_single = why
+    watch.observation.why_single = _known(model.config) or watch.observation.why_single or watch.left_out(model)
+    return watch.observation
 
 
 def _first_line(error: Exception) -> str:
@@ -105,7 +107,7 @@ class _Watch:
     """`Hooks` that compute nothing."""
 
     def __init__(self, model: Any) -> None:
-        self.found = Observation()
+        self.observation = Observation()
         self._names = {id(module): name for name, module in model.named_modules()}
         self._cap = getattr(model.config, "attn_logit_softcapping", None)
         self._kept: list[str] = []
@@ -127,13 +129,13 @@ class _Watch:
     def experts(self, module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         if x.dim() != 2 or ids.dim() != 2:
             raise Unsupported(f"experts are given {x.dim()} dimensions")
-        self.found.top_k[self._names[id(module)]] = ids.shape[-1]
+        self.observation.top_k[self._names[id(module)]] = ids.shape[-1]
         return torch.empty_like(x)
 
     def attend(
         self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, arguments: dict[str, Any]
     ) -> Tensor:
-        self.found.attention.append(self._call(module, q, k, v, mask, arguments))
+        self.observation.attention.append(self._call(module, q, k, v, mask, arguments))
         return q.new_empty((1, q.shape[2], q.shape[1], v.shape[3]))
 
     def _call(
@@ -158,10 +160,10 @@ class _Watch:
         """Why some layer is not paged; "": all are."""
         if self._kept:
             return f"its layers keep more than keys and values ({', '.join(dict.fromkeys(self._kept))})"
-        twice = [name for name, n in Counter(call.module for call in self.found.attention).items() if n > 1]
+        twice = [name for name, n in Counter(call.module for call in self.observation.attention).items() if n > 1]
         if twice:
             return f"{twice[0]} attends more than once in a pass"
-        layers = {layer_of(call.module) for call in self.found.attention}
+        layers = {layer_of(call.module) for call in self.observation.attention}
         missing = [i for i in range(_layer_count(model)) if i not in layers]
         return f"layer {missing[0]} does not attend through Transformers' interface" if missing else ""
 
@@ -170,7 +172,7 @@ class _Marker:
     """A mask that only says what it would let a token see."""
 
     def __init__(self, record: MaskReach) -> None:
-        self.seen = record
+        self.reported = record
 
 
 def _window(name: str, mask: Any, argument: int | None) -> int:
@@ -179,11 +181,11 @@ def _window(name: str, mask: Any, argument: int | None) -> int:
         return argument or 0
     if not isinstance(mask, _Marker):
         raise Unsupported(f"{name} makes a mask of its own")
-    if mask.seen.wrong:
-        raise Unsupported(f"{name} has {mask.seen.wrong}")
-    if argument and argument != mask.seen.window:
-        raise Unsupported(f"{name} says sliding_window={argument}, but its mask has {mask.seen.window}")
-    return mask.seen.window
+    if mask.reported.wrong:
+        raise Unsupported(f"{name} has {mask.reported.wrong}")
+    if argument and argument != mask.reported.window:
+        raise Unsupported(f"{name} says sliding_window={argument}, but its mask has {mask.reported.window}")
+    return mask.reported.window
 
 
 def _check_arguments(name: str, arguments: dict[str, Any]) -> None:

@@ -133,7 +133,7 @@ def _limited(block: Block, routed: float, shared: float) -> Block:
     """Dense layers have none. Shared experts stay apart in all layers, since limits differ in some."""
     if not isinstance(block.body, Moe):
         return block
-    return replace(block, body=replace(clamped(block.body, routed, shared), apart=True))
+    return replace(block, body=replace(clamped(block.body, routed, shared), separate_shared=True))
 
 
 def gguf_config(keys: GgufKeys) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def _experts(keys: JsonKeys, clamped: bool) -> Moe:
     """Scores are divided by their sum alone."""
     router = replace(sigmoid_router(keys), epsilon=0.0, float32_logits=False)
     experts = moe(router, keys.size("moe_intermediate_size", 1280), keys.count("share_expert_dim", 1280))
-    return replace(experts, apart=clamped)
+    return replace(experts, separate_shared=clamped)
 
 
 def _attention(keys: JsonKeys, kind: str, layer: int) -> Gqa:

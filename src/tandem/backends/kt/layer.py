@@ -82,13 +82,13 @@ class KtLayer:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """By keywords, as SGLang does. Raises ConfigError."""
         try:
-            self.wanted = LayerRequest(*args, **kwargs)
+            self.request = LayerRequest(*args, **kwargs)
         except TypeError as error:
             raise ConfigError(f"{WHERE}: this SGLang asks for what is not known here: {error}") from error
-        self.wanted.check()
-        self.layer_idx, self.num_experts = self.wanted.layer_idx, self.wanted.num_experts
-        self.num_gpu_experts = self.wanted.num_gpu_experts
-        self.gpu_experts_mask = _own_mask(self.wanted.gpu_experts_mask)  # changed in place while serving
+        self.request.check()
+        self.layer_idx, self.num_experts = self.request.layer_idx, self.request.num_experts
+        self.num_gpu_experts = self.request.num_gpu_experts
+        self.gpu_experts_mask = _own_mask(self.request.gpu_experts_mask)  # changed in place while serving
         self._mask: Tensor | None = None  # on the device of batches
         self._experts: LayerExperts | None = None
         self._ticket: Any = None
@@ -98,12 +98,12 @@ class KtLayer:
         identity = torch.arange(self.num_experts)
         if not torch.equal(physical_to_logical_map_cpu.long().cpu(), identity):
             raise ConfigError(f"{WHERE}: experts keep their places here: leave --enable-eplb and their locations out")
-        model = _model_of(self.wanted)
+        model = _model_of(self.request)
         self._experts = model.layer(self.layer_idx)
-        _check_same(self.wanted, model)
+        _check_same(self.request, model)
         if id(model) not in _logged:
             _logged.add(id(model))
-            _log_once(self.wanted, model)
+            _log_once(self.request, model)
 
     def submit_forward(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, cuda_stream: int) -> None:
         """In the stream's order: ids may be changed afterwards. cuda_stream: the current one. Raises EngineError."""

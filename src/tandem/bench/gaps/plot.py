@@ -27,12 +27,12 @@ def draw(path: Path, row: Row, readings: GapFigures) -> None:
     from matplotlib import pyplot
 
     figure, (timeline, shares) = pyplot.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
-    for prompt in readings.beside:
-        timeline.axvspan(prompt.sent, prompt.came, color="tab:orange", alpha=0.15, linewidth=0)
+    for prompt in readings.loaded_prompts:
+        timeline.axvspan(prompt.sent, prompt.answered, color="tab:orange", alpha=0.15, linewidth=0)
     gaps = list(readings.gaps())
     timeline.plot([gap.ended for gap in gaps], _ms(gaps), ".", markersize=2)
     timeline.set(xlabel="seconds (shaded: a long prompt runs)", ylabel="gap, ms", yscale="log")
-    for name, gap_group in (("alone", readings.idle_gaps()), ("beside long prompts", readings.gaps_beside())):
+    for name, gap_group in (("alone", readings.idle_gaps()), ("beside long prompts", readings.loaded_gaps())):
         longest = np.sort(_ms(gap_group))[::-1]
         shares.plot(longest, (np.arange(len(longest)) + 1) / len(longest), label=f"{name}, {len(gap_group)} gaps")
     shares.axvline(row["idle_p50_ms"], linestyle=":", color="tab:grey", label="median alone")

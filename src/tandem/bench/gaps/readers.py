@@ -54,19 +54,19 @@ class LongPrompt:
     """A long prompt: when it was sent, and when its only token came."""
 
     sent: float
-    came: float
+    answered: float
 
     def meets(self, gap: Gap) -> bool:
-        return gap.began < self.came and gap.ended > self.sent
+        return gap.began < self.answered and gap.ended > self.sent
 
 
 @dataclass(slots=True)
 class GapFigures:
-    """alone: prompts before anybody read and after; beside: those that came while answers were read."""
+    """idle_prompts: those before anybody read and after; loaded_prompts: those that came while answers were read."""
 
-    alone: list[LongPrompt] = field(default_factory=list)
+    idle_prompts: list[LongPrompt] = field(default_factory=list)
     answers: list[SentRequest] = field(default_factory=list)
-    beside: list[LongPrompt] = field(default_factory=list)
+    loaded_prompts: list[LongPrompt] = field(default_factory=list)
 
     def gaps(self) -> Iterator[Gap]:
         for answer in self.answers:
@@ -79,11 +79,11 @@ class GapFigures:
         return sum(max(0, count) for count in counts)
 
     def idle_gaps(self) -> list[Gap]:
-        first = self.beside[0].sent if self.beside else inf
+        first = self.loaded_prompts[0].sent if self.loaded_prompts else inf
         return [gap for gap in self.gaps() if gap.ended < first]
 
-    def gaps_beside(self) -> list[Gap]:
-        return [gap for gap in self.gaps() if any(prompt.meets(gap) for prompt in self.beside)]
+    def loaded_gaps(self) -> list[Gap]:
+        return [gap for gap in self.gaps() if any(prompt.meets(gap) for prompt in self.loaded_prompts)]
 
 
 class LongPrompts:
@@ -110,10 +110,10 @@ class _GapRun:
     """One measurement on its way."""
 
     def __init__(self, client: LoadClient, model: str, load: GapLoad, report: Callable[[str], None]) -> None:
-        self._client, self._model, self._wanted, self._said = client, model, load, report
+        self._client, self._model, self._load, self._report = client, model, load, report
         self._dice = random.Random(load.seed)
         self._long, self._started = LongPrompts(model, load.prompt_len, self._dice), perf_counter()
-        self._seen = GapFigures()
+        self._figures = GapFigures()
         self._http: httpx.AsyncClient
 
     async def run(self) -> GapFigures:
@@ -121,33 +121,33 @@ class _GapRun:
             await self._long_prompt()  # first uses of memory and kernels
             await self._read_alone()
             async with self._read():
-                self._said("answers alone")
-                await self._until(lambda: self._seen.pieces() > self._wanted.gaps + len(self._seen.answers))
-                self._said("answers beside long prompts")
+                self._report("answers alone")
+                await self._until(lambda: self._figures.pieces() > self._load.gaps + len(self._figures.answers))
+                self._report("answers beside long prompts")
                 await self._read_together()
             await self._read_alone()  # others may use the machine, so before and after
-        return self._seen
+        return self._figures
 
     async def _read_alone(self) -> None:
-        self._said("long prompts alone")
-        for _ in range(self._wanted.prompts):
-            self._seen.alone.append(await self._long_prompt())
+        self._report("long prompts alone")
+        for _ in range(self._load.prompts):
+            self._figures.idle_prompts.append(await self._long_prompt())
 
     async def _read_together(self) -> None:
-        readings, gaps, last = self._seen, 0, perf_counter() + self._wanted.seconds
-        while perf_counter() < last and (len(readings.beside) < self._wanted.prompts or gaps < self._wanted.gaps):
-            readings.beside.append(prompt := await self._long_prompt())
-            gaps += readings.pieces(prompt.sent, prompt.came)
+        readings, gaps, last = self._figures, 0, perf_counter() + self._load.seconds
+        while perf_counter() < last and (len(readings.loaded_prompts) < self._load.prompts or gaps < self._load.gaps):
+            readings.loaded_prompts.append(prompt := await self._long_prompt())
+            gaps += readings.pieces(prompt.sent, prompt.answered)
 
     async def _until(self, enough: Callable[[], bool]) -> None:
-        last = perf_counter() + self._wanted.seconds
+        last = perf_counter() + self._load.seconds
         while not enough() and perf_counter() < last:
             self._check()
             await asyncio.sleep(POLL_SECONDS)
 
     @asynccontextmanager
     async def _read(self) -> AsyncIterator[None]:
-        readers = [asyncio.create_task(self._reader()) for _ in range(self._wanted.streams)]
+        readers = [asyncio.create_task(self._reader()) for _ in range(self._load.streams)]
         try:
             yield
             self._check()
@@ -158,12 +158,12 @@ class _GapRun:
 
     async def _reader(self) -> None:
         while True:
-            load = self._wanted
+            load = self._load
             body = body_of(self._model, some_ids(self._dice, load.input_len), load.output_len)
-            await self._ask(body, load.input_len, self._seen.answers.append)
+            await self._ask(body, load.input_len, self._figures.answers.append)
 
     async def _long_prompt(self) -> LongPrompt:
-        answer = await self._ask(self._long.next(), self._wanted.prompt_len, lambda _answer: None)
+        answer = await self._ask(self._long.next(), self._load.prompt_len, lambda _answer: None)
         self._check(answer)
         return LongPrompt(answer.sent, answer.ended)
 
@@ -174,6 +174,6 @@ class _GapRun:
         return answer
 
     def _check(self, *more: SentRequest) -> None:
-        for answer in (*self._seen.answers, *more):
+        for answer in (*self._figures.answers, *more):
             if answer.error is not None:
                 raise LoadError(f"a request failed: {answer.error}")

@@ -35,7 +35,7 @@ class GapFlags:
     url: str | None
     config: str | None
     layers: int | None
-    wanted: GapLoad
+    load: GapLoad
     api_key: str | None
     flags: tuple[str, ...]
 
@@ -50,7 +50,7 @@ def run(request: GapFlags, out: Path | None, plot: Path | None) -> None:
     with Console(stderr=True).status("starting a server …") as status, _server(request) as url:
         client = LoadClient(url, request.api_key)
         name = client.model_name()
-        readings = measure(client, name, request.wanted, status.update)
+        readings = measure(client, name, request.load, status.update)
         row = row_of(request, name, readings, gpu_share(request, url))
     console.print_json(data=row)
     if out is not None:
@@ -93,20 +93,21 @@ def gpu_share(request: GapFlags, url: str) -> float | None:
 
 def row_of(request: GapFlags, name: str, readings: GapFigures, share: float | None) -> Row:
     """Gaps in milliseconds; of prompts the median speed counts. Raises LoadError where nothing can be said."""
-    idle, loaded = readings.idle_gaps(), readings.gaps_beside()
+    idle, loaded = readings.idle_gaps(), readings.loaded_gaps()
     if not idle or not loaded:
         raise LoadError("no gaps were seen; give a shorter --long-prompt, or a longer --output-len")
-    tokens, p50, p99 = request.wanted.prompt_len, _ms(idle, 50), _ms(loaded, 99)
-    alone_tok_s, shared_tok_s = (_speed(prompts, tokens) for prompts in (readings.alone, readings.beside))
+    tokens, p50, p99 = request.load.prompt_len, _ms(idle, 50), _ms(loaded, 99)
+    both = readings.idle_prompts, readings.loaded_prompts
+    alone_tok_s, shared_tok_s = (_speed(prompts, tokens) for prompts in both)
     figures: dict[str, Any] = {
         "idle_p50_ms": p50, "idle_p99_ms": _ms(idle, 99), "beside_p50_ms": _ms(loaded, 50), "beside_p99_ms": p99,
         "beside_max_ms": _ms(loaded, 100), "p99_over_idle": round(p99 / p50, 2), "prompt_tok_s": shared_tok_s,
         "prompt_alone_tok_s": alone_tok_s, "prompt_share": round(shared_tok_s / alone_tok_s, 3), "idle_gaps": len(idle),
-        "gaps": len(loaded), "prompts": len(readings.beside),
+        "gaps": len(loaded), "prompts": len(readings.loaded_prompts),
     }  # fmt: skip
     return {
         "bench": "gaps", "config": name, "server": request.url or "tandem", "flags": " ".join(request.flags),
-        "layers": request.layers, "gpu_share": share, "tokens": tokens, "streams": request.wanted.streams,
+        "layers": request.layers, "gpu_share": share, "tokens": tokens, "streams": request.load.streams,
         **figures, **stamp(f"{machine_name(Machine.detect())}; the client runs on it too"),
     }  # fmt: skip
 
@@ -116,5 +117,5 @@ def _ms(gaps: list[Gap], percentile: float) -> float:
 
 
 def _speed(prompts: list[LongPrompt], tokens: int) -> float:
-    seconds = statistics.median(prompt.came - prompt.sent for prompt in prompts)
+    seconds = statistics.median(prompt.answered - prompt.sent for prompt in prompts)
     return round(tokens / float(seconds), 1)

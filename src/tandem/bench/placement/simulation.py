@@ -12,7 +12,7 @@ from tandem.experts.live.cost import StepCost
 from tandem.experts.live.policy import LivePolicy, PolicySettings
 from tandem.experts.live.virtual import Exchange
 from tandem.experts.placement import ExpertPlacement
-from tandem.experts.residency import Residency, Tier
+from tandem.experts.residency import Location, Residency
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ def simulate_live(
     first = 0
     while first < len(trace):
         part = trace[first : first + policy.interval_steps]
-        hits.append(_hits(part, torch.from_numpy(policy.residency.on(Tier.GPU))))
+        hits.append(_hits(part, torch.from_numpy(policy.residency.on(Location.GPU))))
         reads = reads + expert_counts(part, experts)
         policy.observe(reads.numpy(), len(part))
         if under_way:
             policy.done(*under_way)
-        under_way = policy.wanted()
+        under_way = policy.next_exchanges()
         moved[first] += len(under_way)
         first += len(part)
     result = _result(torch.cat(hits), moved, trace, cost)

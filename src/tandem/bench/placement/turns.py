@@ -27,7 +27,7 @@ from tandem.experts.live.copies import CudaCopies
 from tandem.experts.live.exchange import LiveLayer
 from tandem.experts.live.live_experts import LiveExperts
 from tandem.experts.placement import ExpertPlacement, place
-from tandem.experts.residency import Tier, on_tier
+from tandem.experts.residency import Location, on_location
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.machine.machine import Machine
 from tandem.planner.memory import DEFAULT_FRACTION
@@ -47,7 +47,7 @@ def moving_columns(live: LiveExperts | None) -> dict[str, Any]:
     per_step, each = 1e6 / max(1, times.steps), 1e3 / max(1, times.exchanges)
     return {
         "moved_gb": round(times.bytes_moved / 1e9, 2), "thread_us": round(times.seconds * per_step, 1),
-        "waited_us": round(times.waited * per_step, 1), "beside_us": round(times.beside * per_step, 1),
+        "waited_us": round(times.waited * per_step, 1), "beside_us": round(times.overlapped_seconds * per_step, 1),
         "thread_us_of": {part: round(seconds * per_step, 1) for part, seconds in times.parts.items()},
         "ms_per_exchange": round(times.waited * each, 4), "exchange_cost_reads": round(live.cost, 2),
     }  # fmt: skip
@@ -91,7 +91,7 @@ class Sides:
     def show(self, slots: Tensor, exclusive: bool) -> None:
         """slots int [layers, experts], -1: in CPU memory. exclusive: those on the GPU have no place in CPU memory, so
         that they may change places."""
-        in_memory = on_tier(Tier.CPU, slots) if exclusive else torch.ones_like(self._in_memory)
+        in_memory = on_location(Location.CPU, slots) if exclusive else torch.ones_like(self._in_memory)
         for index, layer in enumerate(self._layers):
             gpu: Any = layer.gpu  # GpuExperts
             gpu.slot_of[: self._experts] = slots[index]
@@ -106,7 +106,7 @@ class Sides:
     def shown(self) -> Tensor:
         """Where they are now, after exchanges."""
         slots = torch.stack([layer.gpu.slot_of[: self._experts] for layer in self._layers])
-        self._in_memory = on_tier(Tier.CPU, slots)
+        self._in_memory = on_location(Location.CPU, slots)
         return slots
 
 
@@ -124,10 +124,10 @@ class Switched:
         return self.live.settling
 
     def hold(self) -> None:
-        self.live.hold()
+        self.live.pause()
 
     def release(self) -> None:
-        self.live.release()
+        self.live.resume()
 
     def beside_step(self) -> None:
         if self.on:
@@ -154,7 +154,7 @@ class OneModel:
     def __init__(
         self, request: PlacementFlags, traffic: Traffic, share: float, by_strategy: dict[str, ExpertPlacement]
     ) -> None:
-        self._made, self._trace, self._contestants = by_strategy, traffic.trace, dict[str, Contestant]()
+        self._by_strategy, self._trace, self._contestants = by_strategy, traffic.trace, dict[str, Contestant]()
         layers, k = traffic.trace.shape[1:]
         self._chosen = torch.zeros(layers, 1, k, dtype=torch.int32, device="cuda")
         self.built = bench_hybrid.build(
@@ -168,7 +168,7 @@ class OneModel:
     def _follow(
         self, plan: Plan, side: GpuSide, usage: ExpertUsage, copies: CudaCopies | None = None
     ) -> LiveExperts | None:
-        for name, placement in self._made.items():
+        for name, placement in self._by_strategy.items():
             traced, switched = TraceUsage(usage, self._trace, placement.gpu_experts), None
             if name == "dynamic":
                 placed = dataclasses.replace(side, placement=placement)

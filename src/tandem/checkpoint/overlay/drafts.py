@@ -76,7 +76,7 @@ def _beginnings(model: ModelConfig) -> tuple[str, ...]:
     """Beginnings of the names of a draft's tensors."""
     block, number = None if model.drafts is None else model.drafts.block, len(model.layers)
     if block is not None:
-        return tuple(BLOCK_NAMES.at(stage) for stage in range(block.layers))
+        return tuple(BLOCK_NAMES.at(number) for number in range(block.layers))
     return tuple(filter(None, astuple(family_of(model.model_type).drafts.behind(number))))
 
 

@@ -71,7 +71,7 @@ class DecodeCapture:
     def captured(self, inputs: GraphInputs, memory: Any, *, plain: bool = False) -> DecodeGraph:
         """memory: of the graphs before; None: it takes its own. plain: a step without drafts, and after such a step."""
         size = len(inputs.batch.seq_lens)
-        batch = replace(inputs.batch, folded=None) if plain else inputs.batch
+        batch = replace(inputs.batch, state_lens=None) if plain else inputs.batch
         fetched, masks = BestRows(size, self.device), GraphMasks(size, self.device)
         self.begin_step(inputs.image, True)
         with self.handoff.rehearsing(), self.streams.side_stream():  # whose memory later steps use again

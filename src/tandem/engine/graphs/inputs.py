@@ -20,7 +20,7 @@ class GraphPlan:
     """sizes: rows of the graphs to capture, ascending; pages: of the longest sequence; warm_ups: runs before a capture,
     which compile kernels and let libraries allocate; speculative: steps may have rows of drafts; plain_sizes: of
     `sizes`, those that have a second graph, for steps that neither have guesses nor follow some; windowed: layers that
-    see a window have pages of their own; prompts: rows of chunks that are captured, too; alone: and replayed where
+    see a window have pages of their own; prompts: rows of chunks that are captured, too; no_decodes: and replayed where
     nobody decodes; splits: rows of such chunks in which the CPU has a part, where that pays; each_row: every row is a
     sequence of its own, so that its bits are those of one that decodes; drafting: a draft layer runs between steps, so
     no pass does; reserved_sms: multiprocessors that passes leave to steps; one_stream: no pass runs beside steps;
@@ -33,7 +33,7 @@ class GraphPlan:
     speculative: bool = False
     windowed: bool = False
     prompts: tuple[int, ...] = ()
-    alone: bool = True
+    no_decodes: bool = True
     splits: tuple[int, ...] = ()
     each_row: bool = False
     drafting: bool = False
@@ -76,7 +76,7 @@ def _fields(image: ForwardBatch, *names: str) -> list[_InputField]:
 
 
 _EACH_ROW = ("input_ids", "positions", "seq_lens", "slots", *WINDOW_FIELDS)
-_IN_IMAGE = ("input_ids", "positions", "cache_slots", "seq_lens", "slots", "folded", "block_tables")
+_IN_IMAGE = ("input_ids", "positions", "cache_slots", "seq_lens", "slots", "state_lens", "block_tables")
 
 
 class GraphInputs:
@@ -94,13 +94,13 @@ class GraphInputs:
         self._host = torch.zeros(self._layout.nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.image = self._views(self._host)
         self.image.seq_lens.fill_(1)
-        self._there = self._host.to(device, copy=True)
-        self.batch = self._views(self._there)
-        self.counted = self._layout.counted(self._there)  # rows that are not copies
+        self._device_image = self._host.to(device, copy=True)
+        self.batch = self._views(self._device_image)
+        self.counted = self._layout.counted(self._device_image)  # rows that are not copies
         self._rows = _fields(self.image, *_EACH_ROW, *turns)
         self._window_rows = [] if self.image.windows is None else _fields(self.image.windows, *WINDOW_FIELDS)
-        self._lens, folded = self.image.seq_lens.numpy(), self.image.folded
-        self._folded = None if folded is None else _InputField("folded", folded)
+        self._lens, state_lens = self.image.seq_lens.numpy(), self.image.state_lens
+        self._state_lens = None if state_lens is None else _InputField("state_lens", state_lens)
         self._count = self._layout.counted(self._host).numpy()
 
     def _views(self, memory: Tensor) -> ForwardBatch:
@@ -109,7 +109,7 @@ class GraphInputs:
             "query_starts": torch.arange(size + 1, dtype=torch.int32, device=device),
             "logits_rows": torch.arange(size, device=device),
         }
-        return self._layout.batch(memory, **others, **({} if self._speculative else {"folded": None}))
+        return self._layout.batch(memory, **others, **({} if self._speculative else {"state_lens": None}))
 
     def fill(self, source: ForwardBatch) -> None:
         """The image; the last row fills what is left over. In NumPy: PyTorch takes several times as long for so few
@@ -119,12 +119,12 @@ class GraphInputs:
             field.fill(source, rows)
         for field in self._window_rows:
             field.fill(source.windowed, rows)
-        if self._folded is not None and source.folded is not None:
-            self._folded.fill(source, rows)
-        elif self._folded is not None:  # all tokens before the step
-            np.subtract(self._lens, 1, out=self._folded.image)
+        if self._state_lens is not None and source.state_lens is not None:
+            self._state_lens.fill(source, rows)
+        elif self._state_lens is not None:  # all tokens before the step
+            np.subtract(self._lens, 1, out=self._state_lens.image)
         self._count[0] = rows
 
     def send(self) -> None:
         """The image to the GPU, in a graph at every replay."""
-        to_gpu(self._host, self._there)
+        to_gpu(self._host, self._device_image)

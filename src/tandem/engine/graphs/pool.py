@@ -11,7 +11,7 @@ from typing import Any
 
 from tandem.engine.graphs.decode_graphs import DecodeCapture, DecodeGraph
 from tandem.engine.graphs.inputs import GraphPlan
-from tandem.engine.graphs.prefill_graphs import PrefillCapture, PromptGraph, PromptGraphs
+from tandem.engine.graphs.prefill_graphs import PrefillCapture, PrefillGraph, PrefillGraphs
 from tandem.models.batch import ForwardBatch
 
 _log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class GraphPool:
     def __init__(self) -> None:
         self.decode: dict[int, DecodeGraph] = {}
         self.plain: dict[int, DecodeGraph] = {}
-        self.prefill = self.background = self.shared = PromptGraphs(None)
+        self.prefill = self.background = self.shared = PrefillGraphs(None)
         self._prefill_replays = True  # while no other step runs
         self._capture: PrefillCapture | None = None
 
@@ -47,9 +47,9 @@ class GraphPool:
 
     def capture_prefill(self, plan: GraphPlan, capture: PrefillCapture) -> None:
         """Some kinds have none where that is not possible: the log says why."""
-        self._prefill_replays, self._capture = plan.alone, capture
+        self._prefill_replays, self._capture = plan.no_decodes, capture
         self.background = capture.of(plan.prompts, reserve_sms=True)
-        own = plan.reserved_sms > 0 and plan.alone
+        own = plan.reserved_sms > 0 and plan.no_decodes
         self.prefill = capture.of(plan.prompts) if own else self.background
         self.shared = capture.of(capture.shared_sizes(plan.splits), sibling=self.prefill)
 
@@ -60,24 +60,24 @@ class GraphPool:
     # -- `step.path.Facts` ---
 
     def sees(self, step: ForwardBatch) -> bool:
-        return step.seen is not None
+        return step.image_rows is not None
 
     def decode_graph(self, step: ForwardBatch) -> DecodeGraph | None:
         rows = step.seq_lens.shape[0]
         if step.input_ids.shape[0] != rows or step.logits_rows.shape[0] != rows:
             return None
-        plain = self.plain if step.folded is None else {}
+        plain = self.plain if step.state_lens is None else {}
         sizes = [size for graphs in (plain, self.decode) for size in graphs if size >= rows]
         return None if not sizes else plain.get(sizes[0], self.decode[sizes[0]])
 
-    def shared_graph(self, step: ForwardBatch) -> PromptGraph | None:
+    def shared_graph(self, step: ForwardBatch) -> PrefillGraph | None:
         graph = self.shared.graph_of(step, exclusive=True)
         if graph is None or self._capture is None or not self._capture.shares(len(step.input_ids)):
             return None
         return graph
 
-    def prefill_graph(self, step: ForwardBatch) -> PromptGraph | None:
+    def prefill_graph(self, step: ForwardBatch) -> PrefillGraph | None:
         return self.prefill.graph_of(step, exclusive=True) if self._prefill_replays else None
 
-    def background_graph(self, step: ForwardBatch) -> PromptGraph | None:
+    def background_graph(self, step: ForwardBatch) -> PrefillGraph | None:
         return self.background.graph_of(step)

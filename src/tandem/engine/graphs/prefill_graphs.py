@@ -1,4 +1,4 @@
-"""`PromptGraphs`: chunks of prompts as CUDA graphs, one a layer, so that Python does not give kernel after kernel.
+"""`PrefillGraphs`: chunks of prompts as CUDA graphs, one a layer, so that Python does not give kernel after kernel.
 
 That takes Python about a millisecond a layer, with its lock held. Beside steps of those who decode either they would
 wait for it, or the GPU. A graph has a fixed number of rows. A smaller chunk is filled up with copies of its last row,
@@ -26,7 +26,7 @@ from tandem.kernels.gpu.cudnn_attention.runs import is_heavy
 from tandem.kernels.ops import ExpertCounts
 from tandem.models.batch import ForwardBatch
 from tandem.planner.cuda_graphs import PROMPT_SEQUENCES as SEQUENCES
-from tandem.planner.cuda_graphs import prompt_graph_rows
+from tandem.planner.cuda_graphs import prefill_graph_rows
 
 GRAPHS_AHEAD = 12  # layers: a step beside a prompt takes as long as five, and who gives them may be late
 NOWHERE = -1  # no place in pages: a copy's last bits may be others, where libraries divide sums by tiles
@@ -48,8 +48,8 @@ class ChunkInputs:
         self._host = torch.zeros(layout.nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.image = layout.batch(self._host)
         self.image.query_starts[1:] = rows
-        self._there = self._host.to(device, copy=True)
-        self.batch = layout.batch(self._there)
+        self._device_image = self._host.to(device, copy=True)
+        self.batch = layout.batch(self._device_image)
 
     @property
     def rows(self) -> int:
@@ -71,7 +71,7 @@ class ChunkInputs:
         image.logits_rows[logits_count:] = 0
 
     def send(self) -> None:
-        to_gpu(self._host, self._there)
+        to_gpu(self._host, self._device_image)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class GraphPiece:
             step()
 
 
-class PromptGraph:
+class PrefillGraph:
     """CUDA graphs of a prefill chunk with a fixed number of rows."""
 
     def __init__(self, inputs: ChunkInputs, pieces: Rows[GraphPiece], result: tuple[Tensor, Tensor]) -> None:
@@ -122,20 +122,20 @@ class Replayed:
         return self._result
 
 
-class NoPromptGraphs(Exception):
+class NoPrefillGraphs(Exception):
     """Why there are none, although there is memory for them."""
 
 
-class PromptGraphs:
+class PrefillGraphs:
     """By rows. One chunk at a time: they share their memory."""
 
-    def __init__(self, travel: StepHooks | None, sibling: PromptGraphs | None = None) -> None:
+    def __init__(self, hooks: StepHooks | None, sibling: PrefillGraphs | None = None) -> None:
         """travel: needed where any are captured. sibling: graphs whose memory these use, too: no pass has both."""
-        self._graphs: dict[int, PromptGraph] = {}
+        self._graphs: dict[int, PrefillGraph] = {}
         self._pool: Any = None if sibling is None else sibling._pool
-        self._travel = travel
+        self._hooks = hooks
 
-    def graph_of(self, batch: ForwardBatch, exclusive: bool = False) -> PromptGraph | None:
+    def graph_of(self, batch: ForwardBatch, exclusive: bool = False) -> PrefillGraph | None:
         """None where a chunk fits none, or has rows that decode; or where nothing runs beside it, and it is sooner
         ready kernel by kernel."""
         rows, sequences = len(batch.input_ids), len(batch.seq_lens)
@@ -143,7 +143,7 @@ class PromptGraphs:
             return None
         if batch.single_rows or max(sequences, len(batch.logits_rows)) > SEQUENCES:
             return None
-        size = prompt_graph_rows(tuple(sorted(self._graphs)), rows)
+        size = prefill_graph_rows(tuple(sorted(self._graphs)), rows)
         return self._graphs[size] if size else None
 
     def capture(
@@ -157,12 +157,12 @@ class PromptGraphs:
             work.give(index)
         torch.cuda.synchronize(device)
         pieces = [self._captured(work, index) for index in range(work.count)]
-        self._graphs[inputs.rows] = PromptGraph(inputs, pieces, work.result())
+        self._graphs[inputs.rows] = PrefillGraph(inputs, pieces, work.result())
 
     def _captured(self, work: LayerPieces, index: int) -> GraphPiece:
-        assert self._travel is not None
+        assert self._hooks is not None
         recorder = Recorder(self._pool)
-        with self._travel.recording(recorder), recorder.recording():
+        with self._hooks.recording(recorder), recorder.recording():
             work.give(index)
         self._pool = recorder.pool
         return GraphPiece(recorder.steps)
@@ -181,17 +181,17 @@ class PrefillCapture:
     usage: ExpertUsage | None
     turning: bool = False
 
-    def of(self, sizes: Rows[int], sibling: PromptGraphs | None = None, reserve_sms: bool = False) -> PromptGraphs:
+    def of(self, sizes: Rows[int], sibling: PrefillGraphs | None = None, reserve_sms: bool = False) -> PrefillGraphs:
         """Graphs for chunks of these numbers of rows. None are captured where that is not possible: such chunks are
         given kernel by kernel. sibling: graphs that share their memory and whose layers the GPU computes alone; in
         those made here the CPU has a part. reserve_sms: as `Streams.side_stream`. A graph keeps the multiprocessors it
         was captured with."""
-        graphs = PromptGraphs(self.start, sibling)
+        graphs = PrefillGraphs(self.start, sibling)
         try:
             for rows in sorted(sizes, reverse=True):
                 self._capture(graphs, rows, sibling is not None, reserve_sms)
         except Exception as error:  # too little memory, most of all; prompts are computed without them, too
-            graphs, usual = PromptGraphs(None), isinstance(error, NoPromptGraphs)
+            graphs, usual = PrefillGraphs(None), isinstance(error, NoPrefillGraphs)
             _log.log(logging.INFO if usual else logging.WARNING, "prompts are computed kernel by kernel: %s", error)
         return graphs
 
@@ -203,19 +203,19 @@ class PrefillCapture:
         """Whether that is best for a chunk of so many rows now."""
         return self.start is not None and self.start.splits(rows)
 
-    def _capture(self, graphs: PromptGraphs, rows: int, split: bool, reserve_sms: bool) -> None:
+    def _capture(self, graphs: PrefillGraphs, rows: int, split: bool, reserve_sms: bool) -> None:
         start = self.start
         if start is None or self.streams.steps is None or not start.replayable(split):
-            raise NoPromptGraphs("steps and prompts take turns, or too few experts fit on their way")
+            raise NoPrefillGraphs("steps and prompts take turns, or too few experts fit on their way")
         if not isinstance(self.model, PausingModel):
-            raise NoPromptGraphs("the model cannot stop between two layers")
+            raise NoPrefillGraphs("the model cannot stop between two layers")
         inputs = ChunkInputs(rows, self.pages, self.device, self.turning)
         try:
-            if not start.hold(inputs.image, split):
-                raise NoPromptGraphs("the CPU computes a part of their experts")
+            if not start.begin_task(inputs.image, split):
+                raise NoPrefillGraphs("the CPU computes a part of their experts")
             with self.streams.side_stream(reserve_sms=reserve_sms), self.streams.cut(reserve_sms):
                 tallies = None if self.usage is None else self.usage.overlap_tallies(0)
                 graphs.capture(inputs, self.model, self.states, tallies)
         finally:
-            start.release()
+            start.end_task()
             self.streams.finish()

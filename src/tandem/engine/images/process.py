@@ -27,12 +27,12 @@ _ATTEMPTS = 2  # the process may have died for another reason than this image
 class Resized(NamedTuple):
     """pixels: RGB bytes [height, width, 3]; empty where only sizes were asked for."""
 
-    found: Decoded
+    decoded: Decoded
     pixels: bytes
 
     def key(self, processor: Processor) -> bytes:
         """Equal for equal pixels that are read alike."""
-        digest = hashlib.sha256(f"{processor} {self.found.height} {self.found.width} ".encode())
+        digest = hashlib.sha256(f"{processor} {self.decoded.height} {self.decoded.width} ".encode())
         digest.update(self.pixels)
         return digest.digest()[:KEY_BYTES]
 
@@ -60,8 +60,8 @@ class ImageProcess:
         )  # fmt: skip
         with self._turn:
             resized = self._decoded(ask, data, where)
-        if resized.found.error:
-            raise RequestError(f"{where}: the image {resized.found.error}", where, resized.found.code)
+        if resized.decoded.error:
+            raise RequestError(f"{where}: the image {resized.decoded.error}", where, resized.decoded.code)
         return resized
 
     @property

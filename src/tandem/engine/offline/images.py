@@ -101,7 +101,7 @@ def _decoded(url: str, where: str) -> bytes:
 
 def _span(tower: Tower, resized: Resized) -> ImageSpan:
     """At the beginning of a prompt."""
-    size, processor = resized.found, tower.processor
+    size, processor = resized.decoded, tower.processor
     grid = processor.grid(size.height, size.width)
     return ImageSpan(
         first=0, rows=processor.tokens(grid), grid=grid, key=resized.key(processor),

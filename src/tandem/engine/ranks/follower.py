@@ -32,8 +32,8 @@ class Follower:
             self._states.slots[target].copy_(self._states.slots[source])
             if self._begin_step is not None:
                 self._begin_step.slot_copied(source, target)
-        if step.settled is not None:
-            self._runner.settled(step.settled)
+        if step.committed is not None:
+            self._runner.commit(step.committed)
         chunks = cast(list[Chunk], self._mirror.chunks(step))  # as far as a batch asks
         if step.warms:
             self._warm(chunks, step.streams)

@@ -30,7 +30,7 @@ class StepLists:
     """The first rank's side."""
 
     def __init__(self) -> None:
-        self._said: dict[Sequence, _SentState] = {}
+        self._sent: dict[Sequence, _SentState] = {}
         self._copies: list[tuple[int, int]] = []
         self._steps = self._sequences = 0
 
@@ -40,23 +40,23 @@ class StepLists:
 
     def of(self, chunks: Several[Chunk], **more: Any) -> StepList:
         """more: further fields of `StepList`."""
-        ended = [self._said.pop(s).number for s in list(self._said) if s.status is Status.FINISHED]
+        ended = [self._sent.pop(s).number for s in list(self._sent) if s.status is Status.FINISHED]
         self._steps += 1
         copies, self._copies = self._copies, []
         return StepList(self._steps, [self._rows(chunk) for chunk in chunks], ended, copies, **more)
 
     def _rows(self, chunk: Chunk) -> SentRows:
         sequence = chunk.sequence
-        if sequence not in self._said:
+        if sequence not in self._sent:
             self._sequences += 1
             none = np.full_like(sequence.page_table, -1)
-            self._said[sequence] = _SentState(self._sequences, none, none.copy())
-        number, pages, windows = self._said[sequence]
+            self._sent[sequence] = _SentState(self._sequences, none, none.copy())
+        number, pages, windows = self._sent[sequence]
         held = sequence.num_pages
         return SentRows(
             number, sequence.computed_len, chunk.tokens, chunk.logits, sequence.slot, held,
             _changed(pages[:held], sequence.page_table[:held]), _changed(windows[:held], sequence.window_table[:held]),
-            len(chunk.draft_tokens), sequence.folded_len,
+            len(chunk.draft_tokens), sequence.state_len,
         )  # fmt: skip
 
 
@@ -75,7 +75,7 @@ class Mirrored:
     def __init__(self, places: int) -> None:
         self.page_table = np.zeros(places, dtype=np.int32)
         self.window_table = np.zeros(places, dtype=np.int32)
-        self.num_pages = self.computed_len = self.folded_len = self.slot = 0
+        self.num_pages = self.computed_len = self.state_len = self.slot = 0
 
 
 class MirroredChunk(NamedTuple):
@@ -95,7 +95,7 @@ class MirroredChunk(NamedTuple):
         return len(self.tokens)
 
     @property
-    def sure(self) -> int:
+    def num_verified(self) -> int:
         return len(self.tokens) - len(self.draft_tokens)
 
 
@@ -120,7 +120,7 @@ class Mirror:
         known = self._sequences.get(rows.sequence)
         if known is None:
             known = self._sequences[rows.sequence] = Mirrored(self._longest)
-        known.computed_len, known.folded_len, known.slot = rows.first, rows.folded, rows.slot
+        known.computed_len, known.state_len, known.slot = rows.first, rows.state_len, rows.slot
         for place, page in rows.pages:
             known.page_table[place] = page
         for place, page in rows.windows:

@@ -24,7 +24,7 @@ class SentRows(msgspec.Struct, frozen=True, array_like=True):
     pages.
 
     pages, windows: places of its tables that differ from what was said of it before. draft_tokens: so many last tokens
-    are drafts. folded: tokens that its slot's folds hold.
+    are drafts. state_len: tokens that its slot's folds hold.
     """
 
     sequence: int
@@ -36,12 +36,12 @@ class SentRows(msgspec.Struct, frozen=True, array_like=True):
     pages: list[Place]
     windows: list[Place]
     draft_tokens: int
-    folded: int
+    state_len: int
 
 
 class StepList(msgspec.Struct, frozen=True, array_like=True):
     """Copies of slots, from and to, then a step. ended: sequences that no later list names. warms: it loads GPU kernels
-    before the start, through one layer of each kind; streams: whose experts travel. settled: tokens that the rows of
+    before the start, through one layer of each kind; streams: whose experts travel. committed: tokens that the rows of
     the step before were, once wrong drafts were dropped; None: nobody says so."""
 
     number: int
@@ -50,4 +50,4 @@ class StepList(msgspec.Struct, frozen=True, array_like=True):
     copies: list[tuple[int, int]]
     warms: bool = False
     streams: bool = False
-    settled: int | None = None
+    committed: int | None = None

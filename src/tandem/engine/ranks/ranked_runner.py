@@ -24,13 +24,13 @@ class Leading:
 
     def __init__(self, leader: Leader, group: GpuGroup | None, *arguments: Any, **named: Any) -> None:
         self._leader, self._group, self._under_way = leader, group, False
-        self._settled: int | None = None  # tokens of the last step's rows, which others do not know yet
+        self._committed: int | None = None  # tokens of the last step's rows, which others do not know yet
         super().__init__(*arguments, **named)
 
     def start(self, step: Step, overlaps: bool = False) -> Running[StepOutput]:
         self._under_way = True
-        self._leader.step(step.chunks, settled=self._settled)
-        self._settled = None
+        self._leader.step(step.chunks, committed=self._committed)
+        self._committed = None
         step = Step(step.chunks)  # which never shrinks: others compute all rows
         running: Running[StepOutput] = super().start(step, overlaps)  # type: ignore[misc]
         return running.then(self._checked)
@@ -39,10 +39,10 @@ class Leading:
         self._ended()
         return output
 
-    def settled(self, tokens: int) -> None:
+    def commit(self, tokens: int) -> None:
         """Others learn it with the next step."""
-        self._settled = tokens
-        super().settled(tokens)  # type: ignore[misc]
+        self._committed = tokens
+        super().commit(tokens)  # type: ignore[misc]
 
     def _ended(self) -> None:
         """Raises RankLost where another rank did not answer."""

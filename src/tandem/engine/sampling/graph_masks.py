@@ -13,9 +13,9 @@ from tandem.errors import EngineError
 
 
 class GraphMasks:
-    """`there`: int64 [size + 1] on the device, the addresses of masks in memory that it reads. 0: the row is free. The
-    last is the address of two words; 0: nobody waits for them. The first is 0 until the masks are made. The device
-    makes the second 1 when it has waited too long, and goes on with what it finds.
+    """`device_addresses`: int64 [size + 1] on the device, the addresses of masks in memory that it reads. 0: the row is
+    free. The last is the address of two words; 0: nobody waits for them. The first is 0 until the masks are made. The
+    device makes the second 1 when it has waited too long, and goes on with what it finds.
 
     A mask stays where it is while its answer goes on. So a step with the rows of the step before sends nothing.
     """
@@ -23,7 +23,7 @@ class GraphMasks:
     def __init__(self, size: int, device: torch.device) -> None:
         self._pinned = device.type == "cuda"
         self._host = torch.zeros(size + 3, dtype=torch.int64, pin_memory=self._pinned)  # the last are the words
-        self.there = torch.zeros(size + 1, dtype=torch.int64, device=device)
+        self.device_addresses = torch.zeros(size + 1, dtype=torch.int64, device=device)
         self._word = self._host[-2:].numpy()  # as an array: PyTorch takes ten times as long to write a number
         self.sent: Rows[TokenMask | None] = ()  # held, or another mask could get the same memory
 
@@ -40,7 +40,7 @@ class GraphMasks:
             if mask is not None:
                 self._host[row] = self._address(mask)
         self._host[-3] = self._host[-2:].data_ptr() if masks else 0
-        self.there.copy_(self._host[:-2], non_blocking=True)
+        self.device_addresses.copy_(self._host[:-2], non_blocking=True)
         self.sent = masks
 
     def make(self, masks: Callable[[], None]) -> None:

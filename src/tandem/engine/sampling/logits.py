@@ -59,7 +59,7 @@ def best_of(logits: Tensor, masks: GraphMasks | None = None, out: Tensor | None 
     if logits.is_cuda:
         from tandem.kernels.gpu import best  # Triton is there only where a GPU is used
 
-        return best.best_of(logits, None if masks is None else masks.there, out)
+        return best.best_of(logits, None if masks is None else masks.device_addresses, out)
     if masks is not None and masks.sent:
         logits = masks.applied(logits)
     ids = logits.argmax(1, keepdim=True)

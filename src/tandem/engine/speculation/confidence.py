@@ -23,7 +23,7 @@ class ConfidenceCalibration:
 
     def learn(self, draft: Draft, tokens: Rows[int]) -> None:
         """As `DraftLengths.learn`."""
-        for token, guess, chance in zip(tokens, draft.tokens, draft.sure, strict=False):
+        for token, guess, chance in zip(tokens, draft.tokens, draft.confidences, strict=False):
             part, hit = _part(chance), token == guess
             self._hits[part] = _MEMORY * self._hits[part] + hit
             self._trials[part] = _MEMORY * self._trials[part] + 1.0
@@ -32,9 +32,9 @@ class ConfidenceCalibration:
 
     def chances(self, draft: Draft, width: int) -> list[float]:
         """Probabilities of the first `width` guesses: that each and all before it come. 1: the draft does not say."""
-        if not draft.sure:
+        if not draft.confidences:
             return [1.0] * width
-        parts = (_part(chance) for chance in draft.sure[:width])
+        parts = (_part(chance) for chance in draft.confidences[:width])
         return list(accumulate((self._hits[part] / self._trials[part] for part in parts), mul))
 
 

@@ -13,11 +13,11 @@ LAYER_KINDS = 64  # of a draft layer's guesses: this, and how many come before
 class Draft(NamedTuple):
     """Tokens that may follow a sequence's last one, in order. kinds: of each, how good its evidence is, given that
     those before it come: guesses of one kind come about as often as each other. More kinds than tokens: those could
-    be drawn, at a cost. sure: how likely whoever made a token calls it; (): it does not say."""
+    be drawn, at a cost. confidences: how likely whoever made a token calls it; (): it does not say."""
 
     tokens: tuple[int, ...]
     kinds: tuple[int, ...]
-    sure: tuple[float, ...] = ()
+    confidences: tuple[float, ...] = ()
 
 
 class Drafter(Protocol):
@@ -36,7 +36,7 @@ class Drafter(Protocol):
 class ConfidenceDrafter(Protocol):
     """A `BatchDrafter` that says how likely its guesses are."""
 
-    def sure(self, sequence: Sequence) -> tuple[float, ...]:
+    def confidences(self, sequence: Sequence) -> tuple[float, ...]:
         """Probability of each guess that was drawn last, if those before it come; (): not known."""
         ...
 

@@ -146,7 +146,7 @@ class DraftLengthController:
 
     def shortened(self, drafts: Rows[Draft | None], widths: list[int]) -> list[int]:
         """Drawing them is paid for, so one is left at least; so are all of a trial, which tells what they cost."""
-        if self._measures or not any(draft is not None and draft.sure for draft in drafts):
+        if self._measures or not any(draft is not None and draft.confidences for draft in drafts):
             return widths
         ranked = [
             (chance, number)

@@ -44,7 +44,7 @@ class GpuDrafts:
         """A pass of a batch on the device."""
         return self.model.draft(hidden, batch, self.states)
 
-    def alone(self) -> Pass:
+    def single_pass(self) -> Pass:
         """Pass of a batch in host memory. Its experts are those of few rows, so none of them travels."""
 
         def run(hidden: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
@@ -61,13 +61,14 @@ class BlockRollout:
         self._drafts, device = drafts, drafts.handoff.device
         self.inputs, pinned = RolloutInputs(shape, device), device.type == "cuda"
         sizes = shape.draft_tokens, shape.sequences
-        self.found = torch.zeros(sizes, dtype=torch.int64, pin_memory=pinned)
-        self.sure = torch.zeros(sizes, pin_memory=pinned)
+        self.tokens = torch.zeros(sizes, dtype=torch.int64, pin_memory=pinned)
+        self.confidences = torch.zeros(sizes, pin_memory=pinned)
         self.next: Callable[[], None] | None = None
 
     def first(self) -> None:
         self.inputs.send()
-        for source, to in zip(self._drafts.run(None, self.inputs.first()), (self.found, self.sure), strict=True):
+        proposed = self._drafts.run(None, self.inputs.first())
+        for source, to in zip(proposed, (self.tokens, self.confidences), strict=True):
             to.copy_(source[:, : len(to)].T.contiguous(), non_blocking=True)
 
 
@@ -78,12 +79,12 @@ class Rollout:
         self._drafts, device = drafts, drafts.handoff.device
         self.inputs = RolloutInputs(shape, device)
         self._pass = torch.zeros(1, dtype=torch.int64, device=device)
-        self._found = torch.zeros(shape.draft_tokens, shape.sequences, dtype=torch.int64, device=device)
-        self._ids, self._positions, self._owners = (torch.zeros_like(self._found[0]) for _ in range(3))
+        self._tokens = torch.zeros(shape.draft_tokens, shape.sequences, dtype=torch.int64, device=device)
+        self._ids, self._positions, self._owners = (torch.zeros_like(self._tokens[0]) for _ in range(3))
         self._hidden: Tensor | None = None
         pinned = device.type == "cuda"
-        self.found = torch.zeros(self._found.shape, dtype=torch.int64, pin_memory=pinned)  # [guesses, sequences]
-        self.sure: Tensor | None = None
+        self.tokens = torch.zeros(self._tokens.shape, dtype=torch.int64, pin_memory=pinned)  # [guesses, sequences]
+        self.confidences: Tensor | None = None
 
     def first(self) -> None:
         """From the inputs, which it fetches."""
@@ -113,8 +114,8 @@ class Rollout:
         assert self._hidden is not None
         self._ids.copy_(tokens)
         self._hidden.copy_(x)
-        self._found.index_copy_(0, self._pass, tokens[None])
-        self.found.copy_(self._found, non_blocking=True)
+        self._tokens.index_copy_(0, self._pass, tokens[None])
+        self.tokens.copy_(self._tokens, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +133,12 @@ class GpuRollouts:
     def __init__(self, drafts: GpuDrafts, shapes: Rows[RolloutShape], page_size: int) -> None:
         """shapes: to record, by their sequences, ascending."""
         self._drafts, self._handoff = drafts, drafts.handoff
-        draft_pass, most = drafts.alone(), drafts.at_once
-        self._alone: Rollouts = (
+        draft_pass, most = drafts.single_pass(), drafts.at_once
+        self._unrecorded: Rollouts = (
             BlockRollouts(draft_pass, page_size, most) if most else StepwiseRollouts(draft_pass, page_size)
         )
         self._end, self.unusual = StepEnd(self._handoff.device), False
-        self.sure: Rows[Rows[float]] = ()
+        self.confidences: Rows[Rows[float]] = ()
         self._recorded: list[tuple[Rollout | BlockRollout, _RecordedRollout, _RecordedRollout]] = []
         try:
             self._record(shapes)
@@ -161,8 +162,8 @@ class GpuRollouts:
                 if 0 < count <= recorded[0].inputs.shape.sequences:
                     return self._replayed(recorded, self._last_rows(runs, recorded[0].inputs.shape.rows), widths)
             self.unusual = bool(self._recorded)
-            draft_tokens = self._alone.chains(runs, widths)
-        self.sure = self._alone.sure
+            draft_tokens = self._unrecorded.chains(runs, widths)
+        self.confidences = self._unrecorded.confidences
         self._handoff.check()
         return draft_tokens
 
@@ -171,7 +172,7 @@ class GpuRollouts:
         before, last = parted(runs, most)
         self.unusual = bool(before)
         if before:
-            self._alone.chains(before, [])
+            self._unrecorded.chains(before, [])
         return last
 
     def _replayed(
@@ -186,7 +187,8 @@ class GpuRollouts:
         self._end.mark()
         self._end.wait()
         self._handoff.check()
-        draft_tokens, self.sure = chain.found.T.tolist(), () if chain.sure is None else chain.sure.T.tolist()
+        draft_tokens = chain.tokens.T.tolist()
+        self.confidences = () if chain.confidences is None else chain.confidences.T.tolist()
         return [tokens[:width] for tokens, width in zip(draft_tokens, widths, strict=False)]
 
     def _replay(self, passes: Rows[_RecordedRollout]) -> None:

@@ -26,7 +26,7 @@ class NextN:
         """most_rows: of one pass."""
         self._chain, self._rows, self._page_size, self._most_rows = chains, rows, page_size, most_rows
         self.unusual = False
-        self._said: dict[Sequence, tuple[float, ...]] = {}  # how likely the last guesses are
+        self._confidences: dict[Sequence, tuple[float, ...]] = {}  # how likely the last guesses are
 
     def propose(self, sequence: Sequence, most: int) -> Draft | None:
         return Draft((), tuple(range(LAYER_KINDS, LAYER_KINDS + most)))
@@ -49,10 +49,10 @@ class NextN:
 
     def forget(self, sequence: Sequence) -> None:
         self._rows.forget(sequence)
-        self._said.pop(sequence, None)
+        self._confidences.pop(sequence, None)
 
-    def sure(self, sequence: Sequence) -> tuple[float, ...]:
-        return self._said.get(sequence, ())
+    def confidences(self, sequence: Sequence) -> tuple[float, ...]:
+        return self._confidences.get(sequence, ())
 
     def _chains(
         self, sequences: Rows[Sequence], widths: dict[Sequence, int], drawn: dict[Sequence, list[int]]
@@ -63,7 +63,7 @@ class NextN:
             draft_tokens = self._chain.chains(runs, [widths[sequence] for sequence in ready])
             self.unusual |= self._chain.unusual
             drawn.update(zip(ready, draft_tokens, strict=True))
-            self._said.update(zip(ready, map(tuple, self._chain.sure), strict=False))
+            self._confidences.update(zip(ready, map(tuple, self._chain.confidences), strict=False))
         return left
 
     def _first_runs(self, sequences: Rows[Sequence]) -> tuple[list[Sequence], list[DraftRows], list[Sequence]]:

@@ -46,14 +46,14 @@ class ReplacingDrafter:
 
     def __init__(self, layer: Drafter, drafter: Drafter) -> None:
         assert isinstance(layer, BatchDrafter)
-        self._layer, self._drawing, self._said = layer, layer, drafter
+        self._layer, self._drawing, self._oracle = layer, layer, drafter
 
     def propose(self, sequence: Sequence, most: int) -> Draft | None:
         return self._layer.propose(sequence, most)
 
     def draw(self, requests: Rows[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
         draws = self._drawing.draw(requests)
-        drafts = (self._said.propose(sequence, width) for sequence, width in requests)
+        drafts = (self._oracle.propose(sequence, width) for sequence, width in requests)
         return [() if draft is None or not own else draft.tokens for own, draft in zip(draws, drafts, strict=True)]
 
     def behind(self, sequence: Sequence) -> int:
@@ -61,7 +61,7 @@ class ReplacingDrafter:
 
     def forget(self, sequence: Sequence) -> None:
         self._layer.forget(sequence)
-        self._said.forget(sequence)
+        self._oracle.forget(sequence)
 
     @property
     def unusual(self) -> bool:

@@ -34,7 +34,7 @@ class Rollouts(Protocol):
         ...
 
     @property
-    def sure(self) -> Rows[Rows[float]]:
+    def confidences(self) -> Rows[Rows[float]]:
         """Probabilities of the last call's guesses, a row per run; of no run where nobody says."""
         ...
 
@@ -47,7 +47,7 @@ class StepwiseRollouts:
     """`Rollouts` of any number of rows."""
 
     unusual = False
-    sure: Rows[Rows[float]] = ()
+    confidences: Rows[Rows[float]] = ()
 
     def __init__(self, run: Pass, page_size: int) -> None:
         self._run, self._page_size = run, page_size
@@ -78,15 +78,15 @@ class BlockRollouts:
     def __init__(self, run: Pass, page_size: int, most: int) -> None:
         """most: runs of a pass."""
         self._run, self._page_size, self._most = run, page_size, most
-        self.sure: list[list[float]] = []
+        self.confidences: list[list[float]] = []
 
     def chains(self, runs: list[DraftRows], widths: Rows[int]) -> list[list[int]]:
-        draft_tokens, self.sure = list[list[int]](), []
+        draft_tokens, self.confidences = list[list[int]](), []
         for first in range(0, len(runs), self._most):
             batch = batch_of(runs[first : first + self._most], self._page_size)
             tokens, chances = self._run(None, batch)
             draft_tokens += tokens.tolist()
-            self.sure += chances.tolist()
+            self.confidences += chances.tolist()
         return [tokens[:width] for tokens, width in zip(draft_tokens, widths, strict=True)]
 
 

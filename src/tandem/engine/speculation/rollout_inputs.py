@@ -47,12 +47,12 @@ class RolloutInputs:
     def __init__(self, shape: RolloutShape, device: torch.device) -> None:
         self.shape, count = shape, shape.sequences * shape.rows
         self._host = torch.zeros(shape.input_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self._there = self._host.to(device, copy=True)
+        self._device_image = self._host.to(device, copy=True)
         ids, positions, places, self._order, tables, slots = (part.numpy() for part in self._views(self._host))
         each = [array.reshape(shape.sequences, shape.rows) for array in (ids, positions, places)]
         self._each: tuple[Any, ...] = (*each, tables, slots)
         self._widths: list[int] = []  # whose order is in the image
-        self.ids, self.positions, self.places, self.order, self.tables, self.slots = self._views(self._there)
+        self.ids, self.positions, self.places, self.order, self.tables, self.slots = self._views(self._device_image)
         self.starts = torch.arange(count + 1, dtype=torch.int32, device=device)
         self.each = torch.arange(shape.sequences, device=device)
         self._owners = self.each.repeat_interleave(shape.rows)
@@ -105,7 +105,7 @@ class RolloutInputs:
             self._order[number] = np.where(draft_tokens > number, own, longest)
 
     def send(self) -> None:
-        to_gpu(self._host, self._there)
+        to_gpu(self._host, self._device_image)
 
     def first(self) -> ForwardBatch:
         """Batch of the first pass. Each row is a sequence of its own, as rows that decode are."""

@@ -75,12 +75,12 @@ class Speculation:
         self._times = StepTimes()
         self._governor: DraftLengths = DraftLengthController(self._times) if governed else FixedDraftLength()
         self._drawing = drafter if isinstance(drafter, BatchDrafter) else None
-        self._saying = (
+        self._confidence_drafter = (
             drafter if isinstance(drafter, ConfidenceDrafter) else None
         )  # asked once: that takes longer than most calls
         self._shadows, self._clock, self._unusual = DryRunDrafts(), clock, 0
         self._rests, self._rested_until = RETRY_SECONDS, float("-inf")  # after a drawing that failed
-        self._asked = self._quiet = _NOBODY
+        self._drafted = self._quiet = _NOBODY
         self._quiet_left = self._skipped = 0  # steps that the quiet one stands for, still and until now
         self._quiet_seconds = 0.0
         self._steps = self._with_drafts = self._draft_tokens = self._right = self._tokens = 0
@@ -93,10 +93,10 @@ class Speculation:
         if self._quiet_left and self._quiet.sequences == sequences:
             self._quiet_left -= 1
             self._skipped += 1
-            self._asked = self._quiet
+            self._drafted = self._quiet
             return [()] * len(sequences)
         self._wake()
-        self._asked = _DraftedStep(list(sequences))
+        self._drafted = _DraftedStep(list(sequences))
         drafts = [self._draft(sequence) for sequence in sequences]
         widths = self._governor.widths(sequences, drafts, room)
         widths = [
@@ -106,10 +106,10 @@ class Speculation:
         if self._drawing is not None:
             drafts = self._drawn(self._drawing, sequences, drafts, widths, grow)
             widths = self._governor.shortened(drafts, widths)
-        self._asked.drafts = {s: draft for s, draft in zip(sequences, drafts, strict=True) if draft is not None}
-        self._asked.speculative = bool(self._asked.drafts)
-        if self._drawing is not None and not self._asked.speculative and self._asked.usual:
-            self._quiet, self._quiet_left = self._asked, min(self._governor.stays, self._shadows.stays)
+        self._drafted.drafts = {s: draft for s, draft in zip(sequences, drafts, strict=True) if draft is not None}
+        self._drafted.speculative = bool(self._drafted.drafts)
+        if self._drawing is not None and not self._drafted.speculative and self._drafted.usual:
+            self._quiet, self._quiet_left = self._drafted, min(self._governor.stays, self._shadows.stays)
         return [
             () if draft is None else draft.tokens[:width]
             for draft, width in zip(drafts, widths, strict=True)
@@ -119,7 +119,7 @@ class Speculation:
         self._drafter.forget(sequence)
         self._governor.forget(sequence)
         self._shadows.forget(sequence)
-        self._asked.drafts.pop(sequence, None)
+        self._drafted.drafts.pop(sequence, None)
 
     def _wake(self) -> None:
         if self._skipped:
@@ -149,9 +149,9 @@ class Speculation:
         started = self._clock()
         tokens = dict(zip([sequence for sequence, _ in draws], self._draw(drawing, draws), strict=True))
         self._unusual = self._unusual + 1 if drawing.unusual else 0
-        self._asked.usual = not shadow and not 0 < self._unusual <= MOST_UNUSUAL
+        self._drafted.usual = not shadow and not 0 < self._unusual <= MOST_UNUSUAL
         drawn = {
-            s: d._replace(tokens=tokens[s], sure=self._chances(s))
+            s: d._replace(tokens=tokens[s], confidences=self._confidences(s))
             for s, d, _ in each if d is not None and tokens.get(s)
         }  # fmt: skip
         if shadow:
@@ -159,8 +159,8 @@ class Speculation:
             return [None] * len(each)
         return [drawn.get(sequence) for sequence in sequences]
 
-    def _chances(self, sequence: Sequence) -> tuple[float, ...]:
-        return () if self._saying is None else self._saying.sure(sequence)
+    def _confidences(self, sequence: Sequence) -> tuple[float, ...]:
+        return () if self._confidence_drafter is None else self._confidence_drafter.confidences(sequence)
 
     def _draw(self, drawing: BatchDrafter, draws: Rows[tuple[Sequence, int]]) -> Rows[tuple[int, ...]]:
         """If it fails, answers go on without guesses, for a while."""
@@ -176,10 +176,10 @@ class Speculation:
 
     def ran(self, turns: Rows[SequenceOutput], seconds: float) -> None:
         """Learns from a step: the tokens that its sequences got, and its seconds, drawing included."""
-        query = self._asked
+        query = self._drafted
         if not turns or not query.was(turns):  # a prompt was computed, or it failed
             return
-        self._asked = _NOBODY
+        self._drafted = _NOBODY
         if self._skipped and query is self._quiet:
             self._passed_quietly(len(turns), seconds)
             return

@@ -29,17 +29,17 @@ class _Figure:
     several in a row are far from it, it becomes the nearest of them: sooner below, since nothing makes a step too
     short."""
 
-    __slots__ = ("_far", "_fresh", "count", "seen", "value")
+    __slots__ = ("_far", "_fresh", "count", "last_step", "value")
 
     def __init__(self, value: float, now: int) -> None:
-        self.value, self.count, self.seen, self._fresh = value, 1, now, 0
+        self.value, self.count, self.last_step, self._fresh = value, 1, now, 0
         self._far: list[float] = []  # measurements in a row that are far on one side
 
     def add(self, value: float, now: int, weight: float = _WEIGHT_OF_NEWEST) -> None:
         """now: steps so far. What was not measured for long is known little: the next few count for more."""
-        if now - self.seen > _OLD:
+        if now - self.last_step > _OLD:
             self._fresh = 0
-        self.seen, self._fresh = now, self._fresh + 1
+        self.last_step, self._fresh = now, self._fresh + 1
         self.count += 1
         if self.count <= _SURE_AFTER:
             self.value = min(self.value, value)
@@ -61,7 +61,7 @@ class _Figure:
         return True
 
     @property
-    def sure(self) -> bool:
+    def is_reliable(self) -> bool:
         return self.count >= _SURE_AFTER
 
 
@@ -87,9 +87,9 @@ class _Steps:
             self.plain = _Figure(seconds, self._steps)
             return
         before, last = self.plain.value, self.ratios.get(self._last)
-        since = self._steps - (last.seen if last else 0)
+        since = self._steps - (last.last_step if last else 0)
         self.plain.add(seconds, self._steps, _WEIGHT_OF_PROBE if last and since == 1 else _WEIGHT_OF_NEWEST)
-        if last and last.sure and since <= _PROBED:
+        if last and last.is_reliable and since <= _PROBED:
             last.value = max(1.0, last.value * before / self.plain.value)
 
     def _with(self, plain: _Figure, draft_tokens: int, seconds: float) -> None:
@@ -100,21 +100,21 @@ class _Steps:
         if figure is None:
             self.ratios[draft_tokens] = _Figure(ratio, self._steps)
             return
-        if figure.sure and plain.sure and _FAR < ratio / figure.value < 1.0 / _FAR:
+        if figure.is_reliable and plain.is_reliable and _FAR < ratio / figure.value < 1.0 / _FAR:
             plain.add(seconds / figure.value, self._steps)
         figure.add(ratio, self._steps, _WEIGHT_OF_RATIO)
 
     def points(self) -> dict[int, float]:
         """Ratios by guesses. Each is drawn to a curve through all of them, the more the older it is: one that happened
         to be measured too high would never be measured again."""
-        known = [(g, f.value, self._evidence(f)) for g, f in self.ratios.items() if f.sure]
+        known = [(g, f.value, self._evidence(f)) for g, f in self.ratios.items() if f.is_reliable]
         curve = _fitted(known)
         drawn = {g: value + (curve(g) - value) / (1.0 + each / _OTHERS_EVIDENCE) for g, value, each in known}
-        tried = {g: f.value for g, f in self.ratios.items() if not f.sure}
+        tried = {g: f.value for g, f in self.ratios.items() if not f.is_reliable}
         return drawn | {g: value for g, value in tried.items() if not known or value < curve(g)}
 
     def _evidence(self, figure: _Figure) -> float:
-        age = (self._steps - figure.seen) / _OLD
+        age = (self._steps - figure.last_step) / _OLD
         return min(figure.count, _MOST_EVIDENCE) * max(math.exp2(-age), _LEAST_EVIDENCE)
 
 
@@ -131,14 +131,14 @@ class StepTimes:
         """Seconds of a step of so many sequences without guesses, once that is known."""
         known = self._steps.get(rounded(sequences))
         figure = None if known is None else known.plain
-        return figure.value if figure is not None and figure.sure else None
+        return figure.value if figure is not None and figure.is_reliable else None
 
     def curve(self, sequences: int, *, hopeful: bool = False) -> Curve:
         """hopeful: as if nothing bad were known."""
         known, first = self._steps.get(rounded(sequences), _Steps()), _FIRST_SLOPE / sequences
         if not hopeful:
             return Curve(known.points(), first)
-        if not any(figure.sure for figure in known.ratios.values()):
+        if not any(figure.is_reliable for figure in known.ratios.values()):
             return Curve({}, _HOPEFUL_SLOPE / sequences)
         return Curve({g: min(value, 1.0 + first * g) for g, value in known.points().items()}, first)
 

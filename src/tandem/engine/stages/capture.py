@@ -36,7 +36,7 @@ class StagedInputs(GraphInputs):
     def __init__(self, size: int, plan: GraphPlan, devices: list[torch.device]) -> None:
         """devices: of the stages."""
         super().__init__(size, plan, devices[-1])
-        self._memories = {devices[-1]: self._there}
+        self._memories = {devices[-1]: self._device_image}
         self._batches = {devices[-1]: (self.batch, self.counted)}
         for device in devices:
             if device not in self._memories:

@@ -59,10 +59,10 @@ class StagedStart:
     def pausable(self) -> bool:
         return False
 
-    def hold(self, batch: ForwardBatch, split: bool = False) -> bool:
+    def begin_task(self, batch: ForwardBatch, split: bool = False) -> bool:
         return False
 
-    def release(self) -> None:
+    def end_task(self) -> None:
         """Nothing is held."""
 
     def replayable(self, split: bool = False) -> bool:

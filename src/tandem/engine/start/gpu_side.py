@@ -144,7 +144,7 @@ def live_experts(
     policy = LivePolicy(Residency(slot_of), largest, READS_PER_EXCHANGE, settings)
     usage.copy = copies.in_order
     at_once = settings.bytes_per_step * settings.interval_steps
-    exchange = LiveExchange(layers, tables, copies, at_once, meanwhile=side.handoff.meanwhile)
+    exchange = LiveExchange(layers, tables, copies, at_once, between_answers=side.handoff.between_answers)
     return LiveExperts(policy, exchange, usage, side.handoff.seconds_per_expert)
 
 
@@ -181,13 +181,13 @@ def stream_of(
     followed: StreamReadings,
 ) -> ExpertStream | None:
     """A stream of these layers to a GPU; None where none of them can travel there, or it is never faster."""
-    travelling = [layer for layer in layers if layer is not None]
-    if plan.gpu is None or not travelling:
+    streamed = [layer for layer in layers if layer is not None]
+    if plan.gpu is None or not streamed:
         return None
     bus = CudaCopyStream(device, copies)
-    largest = max(layer.cpu.bytes_per_expert for layer in travelling)
-    ring = ring_of(largest, min(layer.prompts.at_once for layer in travelling))
-    rates = measured_rates(travelling, ring, bus, device, top_k)
+    largest = max(layer.cpu.bytes_per_expert for layer in streamed)
+    ring = ring_of(largest, min(layer.prompts.at_once for layer in streamed))
+    rates = measured_rates(streamed, ring, bus, device, top_k)
     rates.least_rows = plan.gpu.stream_from
     _log.info("experts travel to the GPU %s", rates.text(plan.max_step_tokens))
     if not rates.least(plan.max_step_tokens):
@@ -201,24 +201,24 @@ def without_stream(side: GpuSide) -> None:
         experts.stream = None
 
 
-class Held(Protocol):
+class PausableMoves(Protocol):
     """Changer of tables and slots between steps, as `LiveExperts` is."""
 
-    def hold(self) -> None:
-        """They stay as they are until `release`."""
+    def pause(self) -> None:
+        """They stay as they are until `resume`."""
         ...
 
-    def release(self) -> None: ...
+    def resume(self) -> None: ...
 
 
 class StepStart:
     """Hook that runs before a step of the engine, and before a pass that steps overtake."""
 
     def __init__(
-        self, ops: GpuOps, stream: ExpertStream | None, without_cpu: bool, live: Held | None = None
+        self, ops: GpuOps, stream: ExpertStream | None, without_cpu: bool, live: PausableMoves | None = None
     ) -> None:
         """without_cpu: no expert is in CPU memory; live: moves experts between steps."""
-        self._ops, self._stream, self._alone, self._held = ops, stream, without_cpu, False
+        self._ops, self._stream, self._without_cpu, self._held = ops, stream, without_cpu, False
         self._live = live
 
     def __call__(self, batch: ForwardBatch, captured: bool) -> None:
@@ -244,21 +244,21 @@ class StepStart:
     def pausable(self) -> bool:
         return self._ops.pausable
 
-    def hold(self, batch: ForwardBatch, split: bool = False) -> bool:
+    def begin_task(self, batch: ForwardBatch, split: bool = False) -> bool:
         """The ring is the pass's: no graph of a step uses it. Experts stay where they are until `release`."""
         if self._live is not None:
-            self._live.hold()
+            self._live.pause()
         self._ops.find_rows(batch, False)
-        self._ops.begin_step(batch, False, beside=True)
+        self._ops.begin_step(batch, False, overlapped=True)
         if self._stream is not None:
             self._stream.begin(len(batch.input_ids), layers=Layers.SPLIT if split else Layers.WHOLE)
         self._held = True
-        return self._alone or (self._stream is not None and bool(self._stream.counts))
+        return self._without_cpu or (self._stream is not None and bool(self._stream.counts))
 
-    def release(self) -> None:
+    def end_task(self) -> None:
         self._held = False
         if self._live is not None:
-            self._live.release()
+            self._live.resume()
 
     def slot_copied(self, source: int, target: int) -> None:
         for table in self._ops.tables:
@@ -277,7 +277,7 @@ class StepStart:
         return nullcontext() if self._stream is None else self._stream.recording(cuts)
 
 
-def begin_step(side: GpuSide, stream: ExpertStream | None, live: Held | None = None) -> StepStart:
+def begin_step(side: GpuSide, stream: ExpertStream | None, live: PausableMoves | None = None) -> StepStart:
     without_cpu = all(experts.cpu is None for experts in side.hybrids)
     return StepStart(side.ops, stream, without_cpu, live)
 

@@ -243,11 +243,11 @@ class _FileLines:
     def __init__(self, what: str, total: int, console: Console) -> None:
         self._what, self._total, self._console = what, total, console
         self._done = 0
-        self._said = LINES if console.is_terminal or total < 1 << 30 else 0
+        self._printed = LINES if console.is_terminal or total < 1 << 30 else 0
 
     def advance(self, nbytes: int) -> None:
         self._done += nbytes
-        if self._said < LINES and self._done * LINES >= self._total * (self._said + 1):
-            self._said = self._done * LINES // self._total
+        if self._printed < LINES and self._done * LINES >= self._total * (self._printed + 1):
+            self._printed = self._done * LINES // self._total
             text = f"{self._what}: {self._done / 1e9:.1f} of {self._total / 1e9:.1f} GB"
             self._console.print(text, markup=False, highlight=False)

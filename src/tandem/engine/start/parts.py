@@ -45,7 +45,7 @@ class EngineParts:
     stages: tuple[Stage, ...] = ()  # of a model whose layers are divided among GPUs; (): they are not
 
     @property
-    def prompts_alone(self) -> bool:
+    def replays_without_decodes(self) -> bool:
         """Whether prompts are replayed where nobody decodes, too: not where experts travel, or each token's choice is
         recorded."""
         return not self._streams and not self._detailed

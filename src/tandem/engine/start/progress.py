@@ -17,7 +17,7 @@ class Progress:
     """Appears when the work has taken two seconds, so that short calls print nothing."""
 
     def __init__(self, total_answers: int, *, shown: bool) -> None:
-        self._wanted = shown and sys.stderr.isatty()
+        self._shown = shown and sys.stderr.isatty()
         self._total, self._answers, self._tokens = total_answers, 0, 0
         self._started = monotonic()
         self._bar: RichProgress | None = None
@@ -34,7 +34,7 @@ class Progress:
     def advance(self, *, tokens: int, answers: int) -> None:
         self._tokens += tokens
         self._answers += answers
-        if not self._wanted:
+        if not self._shown:
             return
         elapsed = monotonic() - self._started
         if self._bar is None and elapsed > SHOW_AFTER_SECONDS:

@@ -136,8 +136,8 @@ def warm_steps(most: int, running: int, streams: bool) -> list[WarmStep]:
     prompts = [WarmStep(rows, False) for rows in row_counts(most)]
     batches = [WarmStep(rows, True) for rows in row_counts(running)]
     longer = sorted({most, max(1, most - 1), *(min(rows, most) for rows in STREAMED_ROWS)}) if streams else []
-    travels = [WarmStep(rows, False, True) for rows in longer]
-    return [step for group in zip_longest(prompts, batches, travels) for step in group if step is not None]
+    streaming = [WarmStep(rows, False, True) for rows in longer]
+    return [step for group in zip_longest(prompts, batches, streaming) for step in group if step is not None]
 
 
 @contextmanager

@@ -19,7 +19,7 @@ class SlotPool:
         """memory: uint8 [slots, bytes of one]."""
         self._memory = memory
         self.on_copy: list[Callable[[int, int], None]] = []
-        self._folded = [0] * len(memory)  # tokens that a copy's folds hold
+        self._state_lens = [0] * len(memory)  # tokens that a copy's folds hold
         self._free = list(range(len(memory) - 1, 0, -1))
         self._snapshots: OrderedDict[int, int] = OrderedDict()  # page → slot
 
@@ -43,12 +43,12 @@ class SlotPool:
         assert slot > 0 and slot not in self._free, f"slot {slot} given back twice"
         self._free.append(slot)
 
-    def copy(self, source: int, target: int, folded: int) -> None:
-        """folded: tokens that the folds in `source` hold."""
+    def copy(self, source: int, target: int, state_len: int) -> None:
+        """state_len: tokens that the folds in `source` hold."""
         self._memory[target].copy_(self._memory[source], non_blocking=True)
         for copied in self.on_copy:
             copied(source, target)
-        self._folded[target] = folded
+        self._state_lens[target] = state_len
 
     def keep(self, page: int, slot: int) -> None:
         """A slot that its owner gives away becomes the snapshot of `page`; a page needs one only."""
@@ -68,9 +68,9 @@ class SlotPool:
     def restore(self, page: int, target: int) -> int:
         """`target` becomes what the snapshot of `page` holds. Returns the tokens that its folds hold."""
         self._snapshots.move_to_end(page)
-        folded = self._folded[self._snapshots[page]]
-        self.copy(self._snapshots[page], target, folded)
-        return folded
+        state_len = self._state_lens[self._snapshots[page]]
+        self.copy(self._snapshots[page], target, state_len)
+        return state_len
 
     def forget(self, page: int) -> None:
         """The page holds something else from now on."""

@@ -14,9 +14,9 @@ SNAPSHOT_SHARE = 4  # a prompt leaves a snapshot wherever its pages have grown b
 class StateStore:
     """Admits, grows, remembers and releases sequences.
 
-    Where the model keeps slots, a prefix can only be taken up where a snapshot of the slot was taken: at a page border.
-    Prompts stop at some of them (`chunk_end`); an answer keeps its newest one. Without slots every border will do.
-    """
+    Where the model keeps slots, a prefix can only be taken up where a snapshot of the slot was taken: at a page
+    boundary. Prompts stop at some of them (`chunk_end`); an answer keeps its newest one. Without slots every boundary
+    will do. """
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class StateStore:
         sequence.add_pages(cached + self.pages.allocate(missing))
         self._take_slots(sequence, cached)
         if self._windows is not None:
-            self._windows.begin(sequence, len(cached), self._lender(sequence))
+            self._windows.begin(sequence, len(cached), self._prefix_owner(sequence))
         sequence.advance(len(cached) * self.pages.page_size)
         return True
 
@@ -70,49 +70,49 @@ class StateStore:
             sequence.add_pages(self.pages.allocate(missing))
         return True
 
-    def reach(self, sequence: Sequence, rows: int) -> int:
+    def extend_window(self, sequence: Sequence, rows: int) -> int:
         """How many of a prompt's next rows have pages in layers that see a window; they get them."""
         done = sequence.computed_len
-        return rows if self._windows is None else self._windows.reach(sequence, done + rows) - done
+        return rows if self._windows is None else self._windows.extend_window(sequence, done + rows) - done
 
-    def cut(self, sequence: Sequence) -> None:
-        """Rows that `reach` gave pages do not run."""
+    def rollback_window(self, sequence: Sequence) -> None:
+        """Rows that `extend_window` gave pages do not run."""
         if self._windows is not None:
-            self._windows.cut(sequence)
+            self._windows.rollback_window(sequence)
 
-    def slide(self, sequence: Sequence) -> None:
+    def trim_window(self, sequence: Sequence) -> None:
         """After a step: what no later token reads goes. A prompt's stay findable as long as there is room."""
-        if self._windows is None or not self._windows.slides(sequence):
+        if self._windows is None or not self._windows.trims_window(sequence):
             return
         if sequence.answer_len == 0 and self.pages.prefix_cache:
             self.remember(sequence)
-        self._windows.slide(sequence)
+        self._windows.trim_window(sequence)
 
     def chunk_end(self, sequence: Sequence) -> int:
         """Where a prompt's next chunk should end at the latest, in tokens of the sequence."""
-        return min(self._border(sequence), sequence.ready_len)
+        return min(self._boundary(sequence), sequence.ready_len)
 
-    def _border(self, sequence: Sequence) -> int:
+    def _boundary(self, sequence: Sequence) -> int:
         if self._snapshots is None:
             return sequence.total_len
-        done, last = sequence.computed_len, self._last_border(sequence)
-        borders = last, sequence.matched_len, (done // self._every + 1) * self._every
-        return min((border for border in borders if done < border <= last), default=sequence.total_len)
+        done, last = sequence.computed_len, self._last_boundary(sequence)
+        boundaries = last, sequence.matched_len, (done // self._every + 1) * self._every
+        return min((boundary for boundary in boundaries if done < boundary <= last), default=sequence.total_len)
 
-    def _last_border(self, sequence: Sequence) -> int:
+    def _last_boundary(self, sequence: Sequence) -> int:
         """Up to which a prompt that begins alike can take up this one's pages: its last token must run."""
         return (sequence.total_len - 1) // self.pages.page_size * self.pages.page_size
 
-    def mark(self, sequence: Sequence) -> None:
-        """After a step: keeps the state of a sequence that has just reached a page border. A prompt's stays for
+    def snapshot(self, sequence: Sequence) -> None:
+        """After a step: keeps the state of a sequence that has just reached a page boundary. A prompt's stays for
         everybody, an answer's newest one until the next."""
         slots, length = self._snapshots, sequence.computed_len
         if slots is None or length % self.pages.page_size:
             return
         if length == sequence.total_len:
-            slots.copy(sequence.slot, sequence.border_slot, sequence.folded_len)
-            sequence.border_len = length
-        elif length in (self._last_border(sequence), sequence.matched_len) or length % self._every == 0:
+            slots.copy(sequence.slot, sequence.boundary_slot, sequence.state_len)
+            sequence.boundary_len = length
+        elif length in (self._last_boundary(sequence), sequence.matched_len) or length % self._every == 0:
             self._keep(slots, sequence, length)
 
     def _keep(self, slots: SlotPool, sequence: Sequence, length: int) -> None:
@@ -121,7 +121,7 @@ class StateStore:
         page = sequence.pages[length // self.pages.page_size - 1]
         if not slots.has(page) and slots.available:
             slot = slots.take()
-            slots.copy(sequence.slot, slot, sequence.folded_len)
+            slots.copy(sequence.slot, slot, sequence.state_len)
             slots.keep(page, slot)
 
     def remember(self, sequence: Sequence) -> None:
@@ -147,7 +147,7 @@ class StateStore:
     def _match(self, sequence: Sequence) -> list[int]:
         """Pages that hold the beginning of the sequence already, now also used by it. Without a prefix cache the
         answers of one request still share its prompt's; the last, partial page is computed again."""
-        leader = self._lender(sequence)
+        leader = self._prefix_owner(sequence)
         if leader is not None:
             shared = leader.pages[: sequence.reusable_len // self.pages.page_size]
             self.pages.share(shared)
@@ -167,7 +167,7 @@ class StateStore:
             return len(pages)
         return next((n for n in range(len(pages), 0, -1) if self.slots.has(pages[n - 1])), 0)
 
-    def _lender(self, sequence: Sequence) -> Sequence | None:
+    def _prefix_owner(self, sequence: Sequence) -> Sequence | None:
         """The leader whose pages a sequence begins with, though nothing is findable."""
         leader = sequence.leader
         if leader is None or self.pages.prefix_cache or self.slots is not None or sequence.answer_len:
@@ -184,25 +184,25 @@ class StateStore:
             return
         if cached:  # before others are taken, which might be this snapshot's
             self.slots.protect(cached[-1])
-        sequence.slot, sequence.border_len = self.slots.take(), 0
+        sequence.slot, sequence.boundary_len = self.slots.take(), 0
         sequence.slots_taken += 1
         if self.pages.prefix_cache:
-            sequence.border_slot = self.slots.take()
+            sequence.boundary_slot = self.slots.take()
         if cached:
-            sequence.folded_len = self.slots.restore(cached[-1], sequence.slot)
+            sequence.state_len = self.slots.restore(cached[-1], sequence.slot)
 
     def _give_slots(self, sequence: Sequence, keep: bool) -> None:
         if self.slots is None:
             return
         full = sequence.computed_len // self.pages.page_size
         if self.pages.prefix_cache:
-            reached = keep and full and sequence.border_len == full * self.pages.page_size
+            reached = keep and full and sequence.boundary_len == full * self.pages.page_size
             if reached:
-                self.slots.keep(sequence.pages[full - 1], sequence.border_slot)
+                self.slots.keep(sequence.pages[full - 1], sequence.boundary_slot)
             else:
-                self.slots.give(sequence.border_slot)
+                self.slots.give(sequence.boundary_slot)
         self.slots.give(sequence.slot)
-        sequence.slot = sequence.border_slot = sequence.border_len = 0
+        sequence.slot = sequence.boundary_slot = sequence.boundary_len = 0
 
 
 def _snapshot_distance(layout: StateLayout) -> int:

@@ -22,7 +22,7 @@ class WindowPages:
         self._users = [0] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()
-        self._beside: dict[int, int] = {}  # page of a known prefix → ours
+        self._window_page: dict[int, int] = {}  # page of a known prefix → ours
         self._prefix: dict[int, int] = {}  # the other way round
 
     @property
@@ -38,7 +38,7 @@ class WindowPages:
         """How many of these pages of a known prefix can be taken up."""
         run, best = 0, 0  # pages without a gap up to here
         for count, page in enumerate(pages, 1):
-            run = run + 1 if page in self._beside else 0
+            run = run + 1 if page in self._window_page else 0
             if run >= count - self.first(count * self._page):
                 best = count
         return best
@@ -53,7 +53,7 @@ class WindowPages:
         if leader is not None:
             shared = leader.window_table[first:count].tolist()
         else:
-            shared = [self._beside[page] for page in sequence.page_table[first:count].tolist()]
+            shared = [self._window_page[page] for page in sequence.page_table[first:count].tolist()]
         for page in shared:
             self._use(page)
         sequence.window_table[first:count] = shared
@@ -65,13 +65,13 @@ class WindowPages:
         missing = self._missing(sequence, length)
         if missing > 0 and self.available < missing + left:
             return False
-        self.reach(sequence, length)
+        self.extend_window(sequence, length)
         return True
 
     def _missing(self, sequence: Sequence, length: int) -> int:
         return -(-length // self._page) - sequence.window_end
 
-    def reach(self, sequence: Sequence, length: int) -> int:
+    def extend_window(self, sequence: Sequence, length: int) -> int:
         """Pages for the first `length` tokens of a sequence, as far as there are some; how many tokens they hold."""
         count = max(0, min(self._missing(sequence, length), self.available))
         for number in range(sequence.window_end, sequence.window_end + count):
@@ -79,16 +79,16 @@ class WindowPages:
         sequence.window_end += count
         return min(length, sequence.window_end * self._page)
 
-    def cut(self, sequence: Sequence) -> None:
+    def rollback_window(self, sequence: Sequence) -> None:
         """Gives back what lies behind the computed tokens: nothing was written there that counts."""
         self._give(sequence, -(-sequence.computed_len // self._page), sequence.window_end)
         sequence.window_end = min(sequence.window_end, -(-sequence.computed_len // self._page))
 
-    def slides(self, sequence: Sequence) -> bool:
-        """Whether `slide` would give something back."""
+    def trims_window(self, sequence: Sequence) -> bool:
+        """Whether `trim_window` would give something back."""
         return self._needed(sequence) > sequence.window_first
 
-    def slide(self, sequence: Sequence) -> None:
+    def trim_window(self, sequence: Sequence) -> None:
         """Gives back what nobody reads who goes on behind the last whole page of the computed tokens, but one."""
         first = self._needed(sequence)
         self._give(sequence, sequence.window_first, first)
@@ -103,9 +103,9 @@ class WindowPages:
         equal one is there already, the sequence uses that one from now on."""
         for number in range(sequence.window_first, min(full, sequence.window_end)):
             page, own = int(sequence.page_table[number]), int(sequence.window_table[number])
-            known = self._beside.get(page)
+            known = self._window_page.get(page)
             if known is None:
-                self._beside[page], self._prefix[own] = own, page
+                self._window_page[page], self._prefix[own] = own, page
             elif known != own:
                 self._use(known)
                 self._release(own)
@@ -118,7 +118,7 @@ class WindowPages:
 
     def forget(self, page: int) -> None:
         """A page of a known prefix holds something else from now on."""
-        own = self._beside.pop(page, None)
+        own = self._window_page.pop(page, None)
         if own is not None:
             assert self._users[own] == 0, "a window's page is in use, and the page beside it is not"
             del self._prefix[own], self._idle[own]
@@ -127,7 +127,7 @@ class WindowPages:
     def _take(self) -> int:
         if not self._free:
             page, _ = self._idle.popitem(last=False)
-            del self._beside[self._prefix.pop(page)]
+            del self._window_page[self._prefix.pop(page)]
             self._free.append(page)
         page = self._free.pop()
         self._users[page] = 1

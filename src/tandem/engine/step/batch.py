@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.sequence import Chunk, Sequence
-from tandem.engine.vision.sequence_images import seen_of, turns_of
+from tandem.engine.vision.sequence_images import image_rows_of, turns_of
 from tandem.kernels.step_lengths import note_lengths
 from tandem.models.batch import ForwardBatch, ImageRowBatch
 
@@ -46,8 +46,8 @@ FIELDS = {
     "block_tables": Field(torch.int32, Axis.TABLE),
     "logits_rows": Field(torch.int64, Axis.LOGITS),
     "slots": Field(torch.int32, Axis.SEQUENCE),
-    "folded": Field(torch.int32, Axis.SEQUENCE),
-    "sure": Field(torch.int32, Axis.SEQUENCE),
+    "state_lens": Field(torch.int32, Axis.SEQUENCE),
+    "num_verified": Field(torch.int32, Axis.SEQUENCE),
     "turns": Field(torch.int64, Axis.ROW),
 }
 WINDOW_FIELDS = "cache_slots", "block_tables"
@@ -199,34 +199,36 @@ class BatchArrays:
         max_step_tokens: int,
         *,
         speculative: bool = False,
-        apart: bool = False,
+        row_per_sequence: bool = False,
         windowed: bool = False,
         each_row: bool = False,
         pinned: bool = False,
         images_from: int = 0,
     ) -> None:
-        """speculative: steps may have rows of drafts. apart: each row of such a step is a sequence of its own, as rows
-        that decode are: it sees the tokens before it in the same pages. So kernels and CUDA graphs for rows that decode
-        compute it, with the same bits. windowed: layers that see a window have pages of their own. each_row: so it is
-        in every step, prompts included; then every step takes the road of one with guesses, too. pinned: a GPU reads
-        them where they are. images_from: rows of rotary tables from there on are for pieces of images; 0: no sequence
-        has any."""
+        """speculative: steps may have rows of drafts. row_per_sequence: each row of such a step is a sequence of its
+        own, as rows that decode are: it sees the tokens before it in the same pages. So kernels and CUDA graphs for
+        rows that decode compute it, with the same bits. windowed: layers that see a window have pages of their own.
+        each_row: so it is in every step, prompts included; then every step takes the road of one with guesses, too.
+        pinned: a GPU reads them where they are. images_from: rows of rotary tables from there on are for pieces of
+        images; 0: no sequence has any."""
         self._images_from = images_from
-        self._apart, self._speculative, self._each_row = apart, speculative, each_row
+        self._row_per_sequence, self._speculative, self._each_row = row_per_sequence, speculative, each_row
         kinds = (False, True) if windowed else (False,)
         self._places = [_PagePlaces(page_size, max_step_tokens, kind, pinned) for kind in kinds]
-        self._input_ids, self._positions, self._logits_rows, self._seq_lens, self._slots, self._folded, self._sure = (
-            _Numbers(name, max_step_tokens, pinned)
-            for name in ("input_ids", "positions", "logits_rows", "seq_lens", "slots", "folded", "sure")
+        self._input_ids, self._positions, self._logits_rows = (
+            _Numbers(name, max_step_tokens, pinned) for name in ("input_ids", "positions", "logits_rows")
+        )
+        self._seq_lens, self._slots, self._state_lens, self._num_verified = (
+            _Numbers(name, max_step_tokens, pinned) for name in ("seq_lens", "slots", "state_lens", "num_verified")
         )
         self._query_starts = _Numbers("query_starts", max_step_tokens + 1, pinned)
         self._counting = np.arange(max_step_tokens, dtype=np.int64)
 
     def fill(self, chunks: Rows[Chunk]) -> ForwardBatch:
         """The chunks in host memory; valid until the next `fill`."""
-        by_row = self._each_row or (self._apart and any(chunk.draft_tokens for chunk in chunks))
+        by_row = self._each_row or (self._row_per_sequence and any(chunk.draft_tokens for chunk in chunks))
         sequences = sum(chunk.length for chunk in chunks) if by_row else len(chunks)
-        folds = self._speculative and (self._each_row or not all(map(_settled, chunks)))
+        folds = self._speculative and (self._each_row or not all(map(_is_plain, chunks)))
         for places in self._places:
             places.begin(chunks, sequences)
         s = row = logits = 0
@@ -246,11 +248,11 @@ class BatchArrays:
             "block_tables": whole.tables,
             "logits_rows": self._logits_rows.first(logits),
             "slots": self._slots.first(sequences),
-            "folded": self._folded.first(sequences) if folds else None,
-            "sure": self._sure.first(sequences) if folds and not self._apart else None,
+            "state_lens": self._state_lens.first(sequences) if folds else None,
+            "num_verified": self._num_verified.first(sequences) if folds and not self._row_per_sequence else None,
         }
         if self._images_from and (turns := turns_of(chunks)) is not None:
-            tensors |= {"turns": turns, "seen": seen_of(chunks, turns, self._images_from)}
+            tensors |= {"turns": turns, "image_rows": image_rows_of(chunks, turns, self._images_from)}
         windows = {"cache_slots": others[0].slots(row), "block_tables": others[0].tables} if others else None
         single = sequences if by_row else sum(1 for _ in takewhile(lambda c: c.length == 1, chunks))
         return forward_batch(tensors, windows, single_rows=single)
@@ -265,7 +267,7 @@ class BatchArrays:
             self._query_starts.array[s + i + 1], self._seq_lens.array[s + i] = row_end - left, end - left
         self._slots.array[which] = sequence.slot
         if folds:
-            self._folded.array[which], self._sure.array[which] = sequence.folded_len, chunk.sure
+            self._state_lens.array[which], self._num_verified.array[which] = sequence.state_len, chunk.num_verified
         for places in self._places:
             places.describe(which, sequence)
         return count
@@ -298,9 +300,9 @@ def counted(first: int, count: int) -> npt.NDArray[np.int64] | int:
     return first if count == 1 else np.arange(first, first + count)
 
 
-def _settled(chunk: Chunk) -> bool:
+def _is_plain(chunk: Chunk) -> bool:
     """It neither guesses nor follows guesses: its slot's folds hold all that is computed."""
-    return not chunk.draft_tokens and chunk.sequence.folded_len == chunk.sequence.computed_len
+    return not chunk.draft_tokens and chunk.sequence.state_len == chunk.sequence.computed_len
 
 
 class SequenceRows(NamedTuple):
@@ -351,14 +353,14 @@ def moved(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
 
     tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
     copies: dict[str, Any] = {name: to_device(tensor) for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
-    copies["seen"] = None if batch.seen is None else seen_on(batch.seen, device)
+    copies["image_rows"] = None if batch.image_rows is None else image_rows_on(batch.image_rows, device)
     copies["windows"] = None if batch.windows is None else moved(batch.windows, device)
     device_batch = replace(batch, **copies)
     note_lengths(device_batch, batch)
     return device_batch
 
 
-def seen_on(images: ImageRowBatch, device: torch.device) -> ImageRowBatch:
+def image_rows_on(images: ImageRowBatch, device: torch.device) -> ImageRowBatch:
     """A copy, where it is not there yet."""
     rows, features, places = (tensor.to(device) for tensor in (images.rows, images.features, images.places))
     return ImageRowBatch(rows, features, places, images.first)

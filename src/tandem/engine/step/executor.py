@@ -17,7 +17,7 @@ class Executor(Protocol):
         compute, but the CPU has done its part. overlaps: the host gives pieces of a prefill task until the result."""
         ...
 
-    def settled(self, tokens: int) -> None:
+    def commit(self, tokens: int) -> None:
         """The last step's rows were so many tokens: its other drafts are not counted any more."""
         ...
 

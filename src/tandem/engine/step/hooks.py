@@ -80,12 +80,12 @@ class StepHooks(Protocol):
         """Whether they keep nothing that a step would change."""
         ...
 
-    def hold(self, batch: ForwardBatch, split: bool = False) -> bool:
-        """Before the pass. What it prepares stays until `release`, whatever graphs are replayed. Whether the GPU can
+    def begin_task(self, batch: ForwardBatch, split: bool = False) -> bool:
+        """Before the pass. What it prepares stays until `end_task`, whatever graphs are replayed. Whether the GPU can
         compute it alone: the CPU has no part in it. split: it has one, in graphs that were recorded so."""
         ...
 
-    def release(self) -> None: ...
+    def end_task(self) -> None: ...
 
     def replayable(self, split: bool = False) -> bool:
         """Whether layers of passes can be CUDA graphs where the GPU computes them alone; split: or with the CPU."""

@@ -118,7 +118,7 @@ class StepOverlap:
         self._overlap, self._step, self._tried, self._runs, self._follows = overlap, step, tried, runs, follows
         self.outputs: list[TokenOutput] = []
         self.under_way = self._left = bool(overlap.chunks)
-        self.waits = runs and overlap.overlaps  # until a device computes the step
+        self.overlaps = runs and overlap.overlaps  # until a device computes the step
         self.overtook = 0.0  # seconds that the step's end waited for this, at most
 
     def __call__(self) -> None:
@@ -126,11 +126,11 @@ class StepOverlap:
             return
         running, self._left = perf_counter(), False
         self._slice()
-        if self.waits and self._follows and not self._overlap.chunks:
+        if self.overlaps and self._follows and not self._overlap.chunks:
             running = running if self._overlap.step_ended() else perf_counter()
             self._overlap.follow(self._step)
             self._slice()
-        if self.waits and self._overlap.step_ended():
+        if self.overlaps and self._overlap.step_ended():
             self.overtook = perf_counter() - running
 
     def _slice(self) -> None:

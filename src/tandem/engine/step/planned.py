@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tandem.planner.cuda_graphs import PROMPT_SEQUENCES, prompt_graph_rows, split_sizes
+from tandem.planner.cuda_graphs import PROMPT_SEQUENCES, prefill_graph_rows, split_sizes
 from tandem.planner.gpu_plan import GpuPlan
 
 
@@ -45,4 +45,4 @@ class PlannedFacts:
     def _prefill(self, step: StepSizes, sizes: tuple[int, ...]) -> int | None:
         if step.decodes or step.sequences > PROMPT_SEQUENCES:
             return None
-        return prompt_graph_rows(sizes, step.tokens) or None
+        return prefill_graph_rows(sizes, step.tokens) or None

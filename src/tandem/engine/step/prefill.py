@@ -215,7 +215,7 @@ class GpuPlace:
         return self._streams.side_stream(False, self._reserve_sms)
 
     def leave(self) -> None:
-        self._start.release()
+        self._start.end_task()
         try:
             if self._usage is not None:
                 with self.entered():
@@ -230,11 +230,11 @@ class GpuPlace:
 class PrefillTask:
     """Pieces are layers, and the logits at the end. Of a task whose place overlaps, a piece is only given."""
 
-    def __init__(self, pieces: PrefillPieces, place: PrefillPlace, feeder: LaunchThread | None = None) -> None:
-        """feeder: gives the pieces; None: whoever asks to go on does."""
-        self._pieces, self._place, self._feeder, self._next = pieces, place, feeder, 0
-        if feeder is not None:
-            feeder.start(self)
+    def __init__(self, pieces: PrefillPieces, place: PrefillPlace, launcher: LaunchThread | None = None) -> None:
+        """launcher: gives the pieces; None: whoever asks to go on does."""
+        self._pieces, self._place, self._launcher, self._next = pieces, place, launcher, 0
+        if launcher is not None:
+            launcher.start(self)
 
     @property
     def overlaps(self) -> bool:
@@ -256,12 +256,12 @@ class PrefillTask:
     def go_on(self, seconds: float, whole: bool) -> bool:
         """Computes pieces for about so long, at least one, or has them computed; whole: all that are left. Whether all
         have been."""
-        if self._feeder is None:
+        if self._launcher is None:
             self._slice(seconds, whole)
         else:
             if whole:
-                self._feeder.finish()
-            self._feeder.look()
+                self._launcher.finish()
+            self._launcher.look()
         return not self.pieces_left() and (whole or not self._place.in_flight.count())
 
     def _slice(self, seconds: float, whole: bool) -> None:
@@ -282,8 +282,8 @@ class PrefillTask:
 
     def drop(self) -> None:
         """No piece follows. Waits as `PrefillPlace.leave`."""
-        if self._feeder is not None:
-            self._feeder.stop()
+        if self._launcher is not None:
+            self._launcher.stop()
         self._place.leave()
 
 

@@ -152,7 +152,7 @@ class SequenceOutput:
     @property
     def rows(self) -> int:
         """The model's rows of tokens that the sequence has had, once its first token is chosen."""
-        return self.chunk.sure + max(0, self.tokens - 1)
+        return self.chunk.num_verified + max(0, self.tokens - 1)
 
     def take(self, token_id: int, output: TokenOutput) -> bool:
         """The next token of the sequence. True: the row behind it is of this token, and the answer goes on."""

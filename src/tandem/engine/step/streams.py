@@ -197,19 +197,19 @@ class LaunchThread:
     def __init__(self, enter: Callable[[], object] = lambda: None) -> None:
         """enter: called in the thread first."""
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
-        self._asked, self._open = SimpleQueue[QueuedLaunches | None](), Event()
-        self._given: QueuedLaunches | None = None
+        self._queue, self._open = SimpleQueue[QueuedLaunches | None](), Event()
+        self._launched: QueuedLaunches | None = None
         Thread(
-            target=_serve, args=(enter, self._asked, self._open), name="tandem-prompts", daemon=True
+            target=_serve, args=(enter, self._queue, self._open), name="tandem-prompts", daemon=True
         ).start()
 
     def start(self, paused: LaunchablePieces) -> None:
-        self._given = QueuedLaunches(paused)
-        self._asked.put(self._given)
+        self._launched = QueuedLaunches(paused)
+        self._queue.put(self._launched)
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Pieces are given meanwhile, by the feeder's thread. One may still be under way at the end. Within itself
+        """Pieces are given meanwhile, by the launch thread. One may still be under way at the end. Within itself
         nothing changes."""
         before = self._open.is_set()
         self._open.set()
@@ -221,19 +221,19 @@ class LaunchThread:
 
     def look(self) -> None:
         """Raises what a piece raised."""
-        if self._given is not None and self._given.error is not None:
-            raise self._given.error
+        if self._launched is not None and self._launched.error is not None:
+            raise self._launched.error
 
     def finish(self) -> None:
         """Waits until all pieces are given. Raises what one of them raised."""
-        if self._given is not None:
+        if self._launched is not None:
             with self.opened():
-                self._given.ended.wait()
+                self._launched.ended.wait()
             self.look()
 
     def stop(self) -> None:
         """No piece is given any more when this returns."""
-        work, self._given = self._given, None
+        work, self._launched = self._launched, None
         if work is None:
             return
         work.stopped = True
@@ -243,7 +243,7 @@ class LaunchThread:
             _log.warning("a prompt that was given up had failed before: %s", work.error)
 
     def __del__(self) -> None:
-        self._asked.put(None)
+        self._queue.put(None)
 
 
 def _serve(enter: Callable[[], object], queue: SimpleQueue[QueuedLaunches | None], open_: Event) -> None:

@@ -64,7 +64,7 @@ def rows_ahead_of(parts: EngineParts) -> RowsAhead:
 def unread(turn: SequenceOutput) -> str:
     """Asked once a step, before the sequence goes on: why rows of one of its tokens could not be read, or nothing."""
     sequence = turn.sequence
-    if turn.tokens or not unread_rows.taken(sequence.slot, sequence.computed_len + turn.chunk.sure):
+    if turn.tokens or not unread_rows.taken(sequence.slot, sequence.computed_len + turn.chunk.num_verified):
         return ""
     return unread_rows.last
 

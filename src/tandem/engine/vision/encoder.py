@@ -137,7 +137,7 @@ class Encoder:
             next(task.work)
         except StopIteration as end:
             task.features = end.value
-        self.pace.given()
+        self.pace.launched()
 
     def _done(self, task: _Task, features: Tensor) -> None:
         self._cache.put(task.key, features)

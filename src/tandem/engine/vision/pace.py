@@ -138,7 +138,7 @@ class TowerPace:
         self.seconds = 0.0  # of the image's pieces that have ended
         self._each = 0.0  # seconds of a piece; 0: none of this image has ended
         self._budget = self._ended = 0.0  # of the slice: what it may take, and what its pieces took that have ended
-        self._given = self._most = 0  # pieces of the slice: that were given, and that may be
+        self._launched = self._most = 0  # pieces of the slice: that were given, and that may be
 
     def share_behind(self, prefilled: bool) -> float:
         """Share of a slice. prefilled: those who decode have waited for a prompt's slice already, on the same CPU. A
@@ -150,29 +150,29 @@ class TowerPace:
         self._watch.wait(0)
         self._watch.measured()
         self.seconds = self._each = self._ended = 0.0
-        self._given = 0
+        self._launched = 0
 
     def begin(self, seconds: float) -> None:
         """A slice of so many seconds."""
         self._collect()
-        self._most = max(1, 2 * self._given)
+        self._most = max(1, 2 * self._launched)
         self._budget = min(seconds, MOST_SECONDS) if self._watch.waits else seconds
-        self._ended, self._given = 0.0, 0
+        self._ended, self._launched = 0.0, 0
         self._watch.begin()
 
     def fits(self) -> bool:
         """Whether the slice may have one more piece."""
         pending = self._watch.pending()
-        if not self._given and not pending:
+        if not self._launched and not pending:
             return True
-        if self._watch.waits and self._given >= self._most:
+        if self._watch.waits and self._launched >= self._most:
             return False
         return self._each > 0 and self._ended + (pending + 1) * self._each <= self._budget
 
-    def given(self) -> None:
+    def launched(self) -> None:
         """Behind each piece."""
         self._watch.mark()
-        self._given += 1
+        self._launched += 1
         self._collect()
 
     def wait(self, everything: bool) -> None:

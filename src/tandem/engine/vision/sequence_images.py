@@ -1,4 +1,5 @@
-"""`SequenceImages`: what a sequence has of its images. `turns_of`, `seen_of`: the part of a batch that comes of it."""
+"""`SequenceImages`: what a sequence has of its images. `turns_of`, `image_rows_of`: the part of a batch that comes of
+it."""
 
 from __future__ import annotations
 
@@ -84,7 +85,7 @@ def _turns(chunk: ImageChunk) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.ascontiguousarray(images.rows.places(first, chunk.length)[:, 0])
 
 
-def seen_of(chunks: Rows[ImageChunk], turns: Tensor, region: int) -> ImageRowBatch | None:
+def image_rows_of(chunks: Rows[ImageChunk], turns: Tensor, region: int) -> ImageRowBatch | None:
     """None where no row is a piece. turns: of the batch; pieces get theirs, from `region` on."""
     rows, features, places, at = list[Tensor](), list[Tensor](), list[Tensor](), 0
     for chunk in chunks:

@@ -75,7 +75,7 @@ class CudaCopies:
         self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.directions = self._up.cuda_stream, self._down.cuda_stream
         self.computing = _current_stream(device)
-        self._given = torch.cuda.Event()
+        self._copied = torch.cuda.Event()
 
     def hold(self, owner: object, address: int, nbytes: int) -> None:
         (status,) = self._driver.cuMemHostRegister(address, nbytes, 0)
@@ -89,9 +89,9 @@ class CudaCopies:
         return memory
 
     def follow(self) -> None:
-        self._given.record(torch.cuda.current_stream(self._device))
-        self._up.wait_event(self._given)
-        self._down.wait_event(self._given)
+        self._copied.record(torch.cuda.current_stream(self._device))
+        self._up.wait_event(self._copied)
+        self._down.wait_event(self._copied)
 
     def in_order(self, source: int, target: int, nbytes: int) -> None:
         error = _core.copy_async(self.functions[0], source, target, nbytes, self.computing())

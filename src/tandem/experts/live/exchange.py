@@ -40,7 +40,7 @@ from tandem.kernels.packed.experts import PackedExperts
 _log = logging.getLogger(__name__)
 
 STAGING_BYTES = 96 << 20  # on the GPU
-LEAST_STAGES, MOST_STAGES = 2, 64
+LEAST_BUFFERS, MOST_BUFFERS = 2, 64
 TAIL_SECONDS = (
     50e-6  # after a step, for what was not done beside it: the GPU computes its logits for longer than that
 )
@@ -98,8 +98,8 @@ class _Batch(NamedTuple):
 
     turn: _core.ExchangeTurn
     exchanges: list[Exchange]
-    stages: list[int]  # addresses on the GPU
-    gone: set[int]  # of these, what has failed
+    buffers: list[int]  # addresses on the GPU
+    failed: set[int]  # of these, what has failed
 
 
 def _nobody(work: _core.Meanwhile) -> None:
@@ -116,25 +116,25 @@ class LiveExchange:
         tables: Tables,
         copies: ExchangeCopies,
         bytes_at_once: int,
-        stages: int | None = None,
-        meanwhile: Meanwhile = _nobody,
+        buffers: int | None = None,
+        between_answers: Meanwhile = _nobody,
         tail_seconds: float = TAIL_SECONDS,
     ) -> None:
-        self._tables, self._copies, self.meanwhile = tables, copies, meanwhile
+        self._tables, self._copies, self.between_answers = tables, copies, between_answers
         self._tail_seconds = tail_seconds
-        self._sides, self._kept = _moving(layers), list(layers)
+        self._sides, self._layers = _moving(layers), list(layers)
         sizes = [layer.gpu.bytes_per_expert if layer else 0 for layer in layers]
         self._bytes = [2 * size for size in sizes]  # of an exchange
         self._bytes_at_once, self._budget = bytes_at_once, 0
         largest = max(1, *sizes)
-        if stages is None:
-            stages = max(LEAST_STAGES, min(MOST_STAGES, STAGING_BYTES // largest))
-        self._staging = copies.device_buffer(stages * largest)
-        self._free = [self._staging.data_ptr() + i * largest for i in range(stages)]
+        if buffers is None:
+            buffers = max(LEAST_BUFFERS, min(MOST_BUFFERS, STAGING_BYTES // largest))
+        self._staging = copies.device_buffer(buffers * largest)
+        self._free = [self._staging.data_ptr() + i * largest for i in range(buffers)]
         self._queue: deque[Exchange] = deque()
         self._batch: _Batch | None = None
         self._busy: set[int] = set()  # layers that have a move under way
-        self._moved, self._seconds, self._late = 0, 0.0, 0.0  # of batches that have ended
+        self._moved, self._seconds, self._overrun = 0, 0.0, 0.0  # of batches that have ended
         # The first copy of its kind may load code, which the driver waits for: not while a step waits for this thread.
         copies.in_order(self._free[0], self._free[-1], largest)
         copies.follow()
@@ -171,7 +171,7 @@ class LiveExchange:
     @property
     def late_seconds(self) -> float:
         """Seconds of `beside_seconds` that pieces took beyond their time: the GPU may have waited for that."""
-        return self._late + (self._batch.turn.late_seconds if self._batch else 0.0)
+        return self._overrun + (self._batch.turn.late_seconds if self._batch else 0.0)
 
     def add(self, exchanges: Iterable[Exchange]) -> None:
         self._queue.extend(exchanges)
@@ -181,34 +181,34 @@ class LiveExchange:
     def prepare(self) -> ExchangeOutcome:
         """Chooses what travels next, `bytes_at_once` on average, whole experts; nothing while something does. What it
         raises leaves every expert where it was."""
-        settled = ExchangeOutcome()
+        outcome = ExchangeOutcome()
         if self._batch is not None:
-            return settled
+            return outcome
         self._budget = min(self._budget, 0) + self._bytes_at_once
-        if self._queue and not self._free:  # every stage was lost to failures
-            settled.dropped.extend(self._queue)
+        if self._queue and not self._free:  # every buffer was lost to failures
+            outcome.dropped.extend(self._queue)
             self._queue.clear()
-        exchanges, stages = self._next()
+        exchanges, buffers = self._next()
         if exchanges:
-            self._batch = _Batch(self._turn(exchanges, stages), exchanges, stages, set())
-        return settled
+            self._batch = _Batch(self._turn(exchanges, buffers), exchanges, buffers, set())
+        return outcome
 
-    def _turn(self, exchanges: list[Exchange], stages: list[int]) -> _core.ExchangeTurn:
+    def _turn(self, exchanges: list[Exchange], buffers: list[int]) -> _core.ExchangeTurn:
         copies = self._copies
         streams = (*copies.directions, copies.computing())
         return _core.ExchangeTurn(
-            self._sides, copies.functions, streams, self._tables.copied, exchanges, stages
+            self._sides, copies.functions, streams, self._tables.copied, exchanges, buffers
         )
 
     def begin(self) -> None:
         """A step was started: has the batch go on while that runs."""
         if self._batch is not None:
-            self.meanwhile(self._batch.turn)
+            self.between_answers(self._batch.turn)
 
     def _next(self) -> tuple[list[Exchange], list[int]]:
-        """Exchanges and a stage for each; others wait for their layer's that is under way."""
+        """Exchanges and a buffer for each; others wait for their layer's that is under way."""
         exchanges: list[Exchange] = []
-        stages: list[int] = []
+        buffers: list[int] = []
         waiting: deque[Exchange] = deque()
         while self._queue and self._free and self._budget > 0:
             exchange = self._queue.popleft()
@@ -218,50 +218,50 @@ class LiveExchange:
             self._busy.add(exchange.layer)
             self._budget -= self._bytes[exchange.layer]
             exchanges.append(exchange)
-            stages.append(self._free.pop())
+            buffers.append(self._free.pop())
         waiting.extend(self._queue)
         self._queue = waiting
-        return exchanges, stages
+        return exchanges, buffers
 
     # -- what ends ---
 
     def end(self) -> ExchangeOutcome:
         """Ends exchanges whose bytes have arrived: their experts change places. An error leaves every expert in one."""
-        settled, batch = ExchangeOutcome(), self._batch
+        outcome, batch = ExchangeOutcome(), self._batch
         if batch is None:
-            return settled
+            return outcome
         ended = batch.turn.run(self._tail_seconds)
-        self._note(batch, settled)
+        self._note(batch, outcome)
         if ended:
-            self._close(batch, settled)
-        return settled
+            self._close(batch, outcome)
+        return outcome
 
-    def _note(self, batch: _Batch, settled: ExchangeOutcome) -> None:
-        """Notes the batch's failures in `settled`."""
-        for index, fate, keeps_stage, ends_layer, why in batch.turn.troubles():
+    def _note(self, batch: _Batch, outcome: ExchangeOutcome) -> None:
+        """Notes the batch's failures in `outcome`."""
+        for index, fate, keeps_buffer, ends_layer, why in batch.turn.troubles():
             exchange = batch.exchanges[index]
             if ends_layer:
-                settled.ended.append(exchange.layer)
+                outcome.ended.append(exchange.layer)
             if fate == "done":
                 _log.error("MoE layer %d: %s", exchange.layer, why)
                 continue
-            batch.gone.add(index)
+            batch.failed.add(index)
             self._busy.discard(exchange.layer)
-            if not keeps_stage:
-                self._free.append(batch.stages[index])
-            _tell(exchange, fate, why, settled)
+            if not keeps_buffer:
+                self._free.append(batch.buffers[index])
+            _tell(exchange, fate, why, outcome)
 
-    def _close(self, batch: _Batch, settled: ExchangeOutcome) -> None:
+    def _close(self, batch: _Batch, outcome: ExchangeOutcome) -> None:
         self._moved += batch.turn.bytes_given
         self._seconds += batch.turn.seconds
-        self._late += batch.turn.late_seconds
+        self._overrun += batch.turn.late_seconds
         self._batch = None
         for index, exchange in enumerate(batch.exchanges):
-            if index not in batch.gone:
-                settled.done.append(exchange)
-                self._free.append(batch.stages[index])
+            if index not in batch.failed:
+                outcome.done.append(exchange)
+                self._free.append(batch.buffers[index])
                 self._busy.discard(exchange.layer)
-        self._copies.follow()  # what begins next overwrites these stages, and reads these slots
+        self._copies.follow()  # what begins next overwrites these buffers, and reads these slots
 
 
 def _moving(layers: Sequence[LiveLayer | None]) -> _core.MovingLayers:
@@ -275,11 +275,11 @@ def _moving(layers: Sequence[LiveLayer | None]) -> _core.MovingLayers:
     return moving
 
 
-def _tell(exchange: Exchange, fate: str, why: str, settled: ExchangeOutcome) -> None:
+def _tell(exchange: Exchange, fate: str, why: str, outcome: ExchangeOutcome) -> None:
     layer, slot, leaving, coming = exchange
     if fate == "stranded":
         _log.error("slot %d of MoE layer %d on the GPU is lost: %s", slot, layer, why)
-        settled.stranded.append(exchange)
+        outcome.stranded.append(exchange)
     else:
         _log.warning("experts %d and %d of MoE layer %d stay where they are: %s", leaving, coming, layer, why)
-        settled.dropped.append(exchange)
+        outcome.dropped.append(exchange)

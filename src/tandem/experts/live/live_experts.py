@@ -71,16 +71,16 @@ class UsageCounter(Protocol[AnyCounts]):
 
 class LiveTimes(NamedTuple):
     """Since the start. bytes_moved: both ways together. seconds: of the engine's thread, without what it did between
-    layers. beside: that. late: of beside, what pieces took beyond their time. waited: what the GPU may have stood still
-    for, `late` included. parts: seconds by what was done."""
+    layers: that is overlapped_seconds. overrun_seconds: of these, what pieces took beyond their time. waited: what the
+    GPU may have stood still for, `overrun_seconds` included. parts: seconds by what was done."""
 
     steps: int
     exchanges: int
     bytes_moved: int
     seconds: float
     waited: float
-    beside: float
-    late: float
+    overlapped_seconds: float
+    overrun_seconds: float
     parts: dict[str, float]
 
 
@@ -111,14 +111,14 @@ class LiveExperts:
         """read_seconds: what the CPU takes to compute with one expert, measured so far; 0: not known."""
         self._policy, self._exchange, self._usage = policy, exchange, usage
         self._read_seconds, self._clock = read_seconds, clock
-        self._spent, self._made = 0.0, 0  # seconds that steps stood still, and exchanges that they were for
+        self._spent, self._since_decision = 0.0, 0  # seconds that steps stood still, and exchanges that they were for
         self._all_steps, self._exchanges, self._waited = 0, 0, 0.0  # since the start
         self._parts = {"ask": 0.0, "end": 0.0, "decide": 0.0, "prepare": 0.0, "begin": 0.0, "note": 0.0}
         self._exchanged_late = 0.0  # seconds of exchanges' pieces that are in `_spent` already
         self._decisions: list[_core.Meanwhile] = []
         self._decided, self._decided_late = 0.0, 0.0  # seconds that decisions took between layers
         policy.start(usage.ask().reads())
-        self._asked: _CountsAt | None = None
+        self._counts_asked: _CountsAt | None = None
         self._looking = False
         self._made_last: list[Exchange] = []  # that the policy does not know of yet
         self._steps = 0
@@ -160,19 +160,19 @@ class LiveExperts:
         """Whether the GPU may still have to change slots or tables, in the order of its steps."""
         return self._exchange.under_way or self._all_steps - self._written < SETTLED
 
-    def hold(self) -> None:
-        """Before a prompt's pass: what it reads stays as it is until `release`."""
+    def pause(self) -> None:
+        """Before a prompt's pass: what it reads stays as it is until `resume`."""
         self._held = True
 
-    def release(self) -> None:
+    def resume(self) -> None:
         self._held = False
 
     def beside_step(self) -> None:
         if self._exchange.under_way and not self._held:
             self._written = self._all_steps
             self._guarded("begin", self._exchange.begin, _over)
-        if self._asked is not None:
-            self._guarded("decide", partial(self._look, self._asked), _over)
+        if self._counts_asked is not None:
+            self._guarded("decide", partial(self._look, self._counts_asked), _over)
 
     def after_step(self, over: Callable[[], bool] = _over) -> None:
         """over: whether the GPU has ended the step meanwhile, and waits."""
@@ -215,15 +215,15 @@ class LiveExperts:
             self._spent += seconds if part in OF_EXCHANGES else 0.0
 
     def _ask(self) -> None:
-        self._asked = _CountsAt(self._usage.ask(), self._steps)
+        self._counts_asked = _CountsAt(self._usage.ask(), self._steps)
         self._steps = 0
 
     def _look(self, snapshot: _CountsAt) -> None:
-        self._asked, self._looking = None, True
+        self._counts_asked, self._looking = None, True
         self._weigh()
         self._decisions = self._policy.look(snapshot.counts.reads(), snapshot.steps)
         for decision in self._decisions:
-            self._exchange.meanwhile(decision)
+            self._exchange.between_answers(decision)
 
     def _decide(self) -> None:
         self._looking = False
@@ -232,7 +232,7 @@ class LiveExperts:
         self._decided_late += sum(decision.late_seconds for decision in decisions)
         self._policy.looked()
         self._usage.swap_rests = self._policy.rests
-        self._exchange.add(self._policy.wanted())
+        self._exchange.add(self._policy.next_exchanges())
 
     def _weigh(self) -> None:
         """Gives the policy the recent cost of exchanges, in its unit: steps stood still for it."""
@@ -240,30 +240,30 @@ class LiveExperts:
         self._spent += late_seconds - self._exchanged_late
         self._exchanged_late = late_seconds
         read = self._read_seconds()
-        if self._made == 0 or read <= 0:
+        if self._since_decision == 0 or read <= 0:
             return
-        self._policy.cost = READS_PER_EXCHANGE + self._spent / self._made / read
-        if self._made > REMEMBERED:
-            self._spent, self._made = self._spent * REMEMBERED / self._made, REMEMBERED
+        self._policy.cost = READS_PER_EXCHANGE + self._spent / self._since_decision / read
+        if self._since_decision > REMEMBERED:
+            self._spent, self._since_decision = self._spent * REMEMBERED / self._since_decision, REMEMBERED
 
     def _move(self, what: Callable[[], ExchangeOutcome]) -> None:
-        settled = what()
-        self._settle(settled)
-        self._made += len(settled.done)
-        self._exchanges += len(settled.done)
+        outcome = what()
+        self._follow(outcome)
+        self._since_decision += len(outcome.done)
+        self._exchanges += len(outcome.done)
 
-    def _settle(self, settled: ExchangeOutcome) -> None:
-        self._made_last += settled.done
-        for exchange in settled.dropped:
+    def _follow(self, outcome: ExchangeOutcome) -> None:
+        self._made_last += outcome.done
+        for exchange in outcome.dropped:
             self._policy.dropped(exchange)
-        for exchange in settled.stranded:
+        for exchange in outcome.stranded:
             self._policy.stranded(exchange)
-        for layer in settled.ended:
+        for layer in outcome.ended:
             self._policy.ended(layer)
-        if settled.done or settled.stranded:
-            counts = None if self._asked is None else self._asked.counts
-            self._usage.moved(partial(_changes, settled), len(settled.done), counts)
-        self._in_vain = 0 if settled.done else self._in_vain + len(settled.dropped)
+        if outcome.done or outcome.stranded:
+            counts = None if self._counts_asked is None else self._counts_asked.counts
+            self._usage.moved(partial(_changes, outcome), len(outcome.done), counts)
+        self._in_vain = 0 if outcome.done else self._in_vain + len(outcome.dropped)
         if self._in_vain >= GIVE_UP:
             raise EngineError(f"{self._in_vain} exchanges of experts failed one after the other")
 
@@ -275,6 +275,6 @@ class LiveExperts:
         self._usage.note()
 
 
-def _changes(settled: ExchangeOutcome) -> list[Change]:
-    departures = [(layer, leaving, False) for layer, _, leaving, _ in (*settled.done, *settled.stranded)]
-    return departures + [(layer, coming, True) for layer, _, _, coming in settled.done]
+def _changes(outcome: ExchangeOutcome) -> list[Change]:
+    departures = [(layer, leaving, False) for layer, _, leaving, _ in (*outcome.done, *outcome.stranded)]
+    return departures + [(layer, coming, True) for layer, _, _, coming in outcome.done]

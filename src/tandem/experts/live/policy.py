@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tandem import _core
 from tandem.experts.live.virtual import COME, LEAVE, STAY, Exchange, Floats, Habits, Marks, VirtualPlacement
-from tandem.experts.residency import Residency, Tier
+from tandem.experts.residency import Location, Residency
 from tandem.experts.usage.expert_usage import Counted
 
 _log = logging.getLogger(__name__)
@@ -75,10 +75,10 @@ class LivePolicy:
     ) -> None:
         """reads_per_exchange: cost of an exchange, in reads of an expert from CPU memory; may be set later, too."""
         self.settings, self.cost, self.residency = settings, reads_per_exchange, residency
-        resident = residency.on(Tier.GPU)
+        resident = residency.on(Location.GPU)
         self._home = resident.copy()
         self._home_counts: Floats = resident.astype(np.float32)  # those at home are the hottest, on the way home
-        movable = np.where(resident, LEAVE, np.where(residency.on(Tier.CPU), COME, STAY)).astype(np.int8)
+        movable = np.where(resident, LEAVE, np.where(residency.on(Location.CPU), COME, STAY)).astype(np.int8)
         self._movable = movable != STAY
         self._virtual = [
             VirtualPlacement(residency.slots, movable, habits, settings.dwell_steps)
@@ -141,7 +141,7 @@ class LivePolicy:
         return [virtual.look(reads, steps, self.cost) for virtual in self._virtual]
 
     def looked(self) -> None:
-        """Before `wanted`."""
+        """Before `next_exchanges`."""
         if not self._looks:
             return
         self._looks, moved = False, 0
@@ -166,7 +166,7 @@ class LivePolicy:
         if best == self.followed or ahead.reads <= behind.reads:
             return
         luck = self.settings.clear * sqrt(ahead.variance + behind.variance)
-        exchanges = int((self._goal(best) & ~self.residency.on(Tier.GPU)).sum())
+        exchanges = int((self._goal(best) & ~self.residency.on(Location.GPU)).sum())
         if ahead.reads - behind.reads > luck + self.settings.invested * exchanges * self.cost:
             self._follow(best, ahead.reads, behind.reads)
 
@@ -185,7 +185,7 @@ class LivePolicy:
         )  # fmt: skip
         self.rests += number == HOME
         self.followed, self._at_home_since = number, self._step
-        goal, here = self._goal(number), self.residency.on(Tier.GPU)
+        goal, here = self._goal(number), self.residency.on(Location.GPU)
         self._may = np.where(here & ~goal, LEAVE, np.where(goal & ~here, COME, STAY)).astype(np.int8)
         self._may[~self._movable] = STAY
         self._may[list(self._ended)] = STAY
@@ -202,7 +202,7 @@ class LivePolicy:
         if layer in self._ended or (layer, expert) in self._busy or not self._movable[layer, expert]:
             self._may[layer, expert] = STAY
             return
-        here, goal = self.residency.tier(layer, expert) is Tier.GPU, bool(self._home[layer, expert])
+        here, goal = self.residency.location(layer, expert) is Location.GPU, bool(self._home[layer, expert])
         if not self.resting:
             goal = goal + self._virtual[self.followed].better[layer, expert] > 0
         self._may[layer, expert] = STAY if here == goal else LEAVE if here else COME
@@ -213,7 +213,7 @@ class LivePolicy:
         earned = self.settings.spends * self._reads / max(self.cost, 1e-9)
         self._credit = min(self._credit + earned, float(len(self._home)))
 
-    def wanted(self) -> list[Exchange]:
+    def next_exchanges(self) -> list[Exchange]:
         """Exchanges to make now, most worthwhile first; each is under way until `done` or `dropped`."""
         room = int(min(self._allowance, self._credit))
         if room == 0 or not self._may.any():
@@ -234,18 +234,18 @@ class LivePolicy:
     def done(self, *exchanges: Exchange) -> None:
         _core.note_exchanges(exchanges, self.residency.slots, self._unused, self._may)
         for exchange in exchanges:
-            self._settle(exchange)
+            self._unlock(exchange)
 
     def dropped(self, exchange: Exchange) -> None:
         """It was not made: everything is where it was."""
-        self._settle(exchange)
+        self._unlock(exchange)
 
     def stranded(self, exchange: Exchange) -> None:
         """The leaving expert is in CPU memory, and so is the other; the slot is lost."""
         self.residency.sink(exchange.layer, exchange.leaving)
-        self._settle(exchange)
+        self._unlock(exchange)
 
-    def _settle(self, exchange: Exchange) -> None:
+    def _unlock(self, exchange: Exchange) -> None:
         layer, _, leaving, coming = exchange
         for expert in (leaving, coming):
             self._busy.discard((layer, expert))
@@ -257,6 +257,6 @@ class LivePolicy:
         """Nothing can move there any more; it stays as it is, and nobody counts what moving would gain there."""
         self._ended.add(layer)
         self._may[layer] = STAY
-        better = self.residency.on(Tier.GPU)[layer].astype(np.int8) - self._home[layer].astype(np.int8)
+        better = self.residency.on(Location.GPU)[layer].astype(np.int8) - self._home[layer].astype(np.int8)
         for virtual in self._virtual:
             virtual.freeze(layer, self.residency.slots[layer], better)

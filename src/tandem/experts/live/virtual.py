@@ -64,7 +64,7 @@ class VirtualPlacement:
         self.slots, self._may, self._habits, self._dwell = slots.copy(), may.copy(), habits, dwell
         self.counts: Floats = np.zeros(slots.shape, np.float32)
         self.better: Marks = np.zeros(slots.shape, np.int8)  # here but not at home: 1; the other way: -1
-        self._seen: Counted | None = None
+        self._last_counts: Counted | None = None
         self._young: deque[tuple[int, list[Exchange]]] = deque()  # until a step
         self._step, self._credit = 0, 0.0
         self._decision: _core.UseDecision | None = None
@@ -77,18 +77,18 @@ class VirtualPlacement:
 
     def start(self, reads: Counted) -> None:
         """Reads before this do not count."""
-        self._seen = reads.copy()
+        self._last_counts = reads.copy()
 
     def look(self, reads: Counted, steps: int, cost: float) -> _core.Meanwhile:
         """reads int32 or int64 [layers, experts]: since the start, `steps` more than the last time. What passes over
         all experts is done in pieces, and by `decide` what is left."""
-        if self._seen is None:
-            self._seen = np.zeros_like(reads)
+        if self._last_counts is None:
+            self._last_counts = np.zeros_like(reads)
         self._step += steps
         self._grow_up()
         habits = self._habits
         self._decision = _core.UseDecision(
-            self.counts, reads, self._seen, self.better, self._may, self.slots, habits.keep(steps),
+            self.counts, reads, self._last_counts, self.better, self._may, self.slots, habits.keep(steps),
             habits.least_gain(cost), habits.factor - 1, habits.touches,
         )  # fmt: skip
         return self._decision

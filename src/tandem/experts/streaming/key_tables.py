@@ -19,12 +19,12 @@ class StreamableLayer(Protocol):
     """A layer some of whose experts are in CPU memory."""
 
     @property
-    def places(self) -> int: ...
+    def cpu_slots(self) -> int: ...
 
     @property
     def first_key(self) -> int: ...
 
-    def expert_places(self) -> list[int]:
+    def expert_cpu_slots(self) -> list[int]:
         """Each expert's place there, or -1."""
         ...
 
@@ -34,21 +34,21 @@ class KeyTables:
     graphs read it."""
 
     def __init__(self, layers: int, experts: int, device: torch.device) -> None:
-        self._there = torch.full((layers, experts), -1, dtype=torch.int32, device=device)
+        self._device_keys = torch.full((layers, experts), -1, dtype=torch.int32, device=device)
         self._image = torch.empty((layers, experts), dtype=torch.int32, pin_memory=device.type == "cuda")
-        self.places = np.full((layers, experts), -1, dtype=np.int32)
-        self._ranks: dict[int, npt.NDArray[np.int32]] = {}  # of a layer's places
-        self._told: Mapping[int, int] = {}
+        self.cpu_slots = np.full((layers, experts), -1, dtype=np.int32)
+        self._ranks: dict[int, npt.NDArray[np.int32]] = {}  # of a layer's slots
+        self._counts: Mapping[int, int] = {}
         self._seen_moves: int | None = UNKNOWN
 
     def of(self, layer: int) -> Tensor:
-        return self._there[layer]
+        return self._device_keys[layer]
 
-    def rank(self, layer: int, places: npt.NDArray[np.int32]) -> None:
-        """Its places travel in this order from now on."""
-        ranks = np.empty_like(places)
-        ranks[places] = np.arange(len(places), dtype=np.int32)
-        self._ranks[layer], self._told = ranks, {}
+    def rank(self, layer: int, cpu_slots: npt.NDArray[np.int32]) -> None:
+        """Its slots travel in this order from now on."""
+        ranks = np.empty_like(cpu_slots)
+        ranks[cpu_slots] = np.arange(len(cpu_slots), dtype=np.int32)
+        self._ranks[layer], self._counts = ranks, {}
 
     def look(self, layers: Sequence[StreamableLayer | None], moves: int | None) -> None:
         """Who is where. moves: changes when experts have changed places; None: they may be doing so."""
@@ -56,21 +56,21 @@ class KeyTables:
             return
         for index, layer in enumerate(layers):
             if layer is not None:
-                places = layer.expert_places()
-                self.places[index, : len(places)] = places
-        self._seen_moves, self._told = moves, {}
+                cpu_slots = layer.expert_cpu_slots()
+                self.cpu_slots[index, : len(cpu_slots)] = cpu_slots
+        self._seen_moves, self._counts = moves, {}
 
     def tell(self, layers: Sequence[StreamableLayer | None], counts: Mapping[int, int]) -> None:
-        """The first `counts[layer]` places travel. The step before has ended, so the image is free."""
-        if self._told == counts:
+        """The first `counts[layer]` slots travel. The step before has ended, so the image is free."""
+        if self._counts == counts:
             return
         image = self._image.numpy()
         image.fill(-1)
         for index, count in counts.items():
-            layer, ranks = layers[index], self.places[index]
+            layer, ranks = layers[index], self.cpu_slots[index]
             assert layer is not None
             if index in self._ranks:
                 ranks = np.where(ranks >= 0, self._ranks[index][ranks], -1)
             image[index] = np.where((ranks >= 0) & (ranks < count), ranks + layer.first_key, -1)
-        pinned.read(self._image.view(torch.uint8), self._there.view(torch.uint8))
-        self._told = counts
+        pinned.read(self._image.view(torch.uint8), self._device_keys.view(torch.uint8))
+        self._counts = counts

@@ -1,7 +1,7 @@
-"""`ExpertStream`: experts in CPU memory travel to a ring of places on the GPU, ahead of the layers that use them.
+"""`ExpertStream`: experts in CPU memory travel to a ring of slots on the GPU, ahead of the layers that use them.
 
 Both sides read the same bytes, so plain copies from the experts' own memory fill a part of the ring. A copy takes a
-whole run of places. The host gives it before its part is free: the bus waits for the GPU's marks by itself. So it never
+whole run of slots. The host gives it before its part is free: the bus waits for the GPU's marks by itself. So it never
 waits for Python as long as the ring holds a layer's parts.
 
    copies   [layer 0: part 0][part 1][part 2] [layer 1: part 0][part 1] ...
@@ -10,7 +10,7 @@ waits for Python as long as the ring holds a layer's parts.
 Places are copied whatever lies in them, so nobody asks which experts a layer will use. Those that had most rows lately
 travel first, and the CPU has the rest. The table of keys says who travels, and was where when the step began. So graphs
 of layers know nothing of how many do. Exchanges change no table while a step is given. Meanwhile they write to spare
-places only, which no table names.
+slots only, which no table names.
 """
 
 from __future__ import annotations
@@ -54,28 +54,28 @@ class StreamedLayer:
     residents: tuple[ExpertGroup, ...]
 
     @property
-    def places(self) -> int:
-        return self.cpu.places or self.cpu.num_experts
+    def cpu_slots(self) -> int:
+        return self.cpu.cpu_slots or self.cpu.num_experts
 
     @property
     def first_key(self) -> int:
         """First key of the experts that travel."""
         return sum(part.count for part in self.residents)
 
-    def runs(self, places: Iterable[int]) -> list[Run]:
-        """Copies of these places; what lies side by side on both sides is one."""
+    def runs(self, cpu_slots: Iterable[int]) -> list[Run]:
+        """Copies of these slots; what lies side by side on both sides is one."""
         runs: list[Run] = []
-        for i, place in enumerate(places):
-            for offset, source, nbytes in self.cpu.pieces(place):
+        for i, slot in enumerate(cpu_slots):
+            for offset, source, nbytes in self.cpu.pieces(slot):
                 target = i * self.cpu.bytes_per_expert + offset
                 if runs and runs[-1][0] + runs[-1][2] == source and runs[-1][1] + runs[-1][2] == target:
                     source, target, nbytes = *runs[-1][:2], runs.pop()[2] + nbytes
                 runs.append((source, target, nbytes))
         return runs
 
-    def expert_places(self) -> list[int]:
+    def expert_cpu_slots(self) -> list[int]:
         """Each expert's place; -1 where it is not in CPU memory."""
-        return [place_of(self.cpu, expert) for expert in range(self.cpu.num_experts)]
+        return [cpu_slot_of(self.cpu, expert) for expert in range(self.cpu.num_experts)]
 
 
 def streamed_layer(
@@ -97,10 +97,10 @@ def streamed_layer(
     return StreamedLayer(cpu, PromptExperts(gate_up, down, between, device, cpu.num_experts), ())
 
 
-def place_of(layer: PackedExperts, expert: int) -> int:
+def cpu_slot_of(layer: PackedExperts, expert: int) -> int:
     """-1 where it is not loaded."""
     try:
-        return layer.place_of(expert)
+        return layer.cpu_slot_of(expert)
     except ValueError:
         return -1
 
@@ -159,14 +159,14 @@ class ExpertStream:
         width = max(layer.cpu.num_experts for layer in layers if layer)
         self._tables = KeyTables(len(layers), width, device)
         self._order = TransferOrder(layers)
-        self._asked: PendingCounts | None = None  # after the last step in which experts travelled
+        self._pending_counts: PendingCounts | None = None  # after the last step in which experts travelled
         self.deliveries = Transfers(layers, ring, bus, device)
-        self.holds_layers = ring.holds(max(layer.places for layer in layers if layer is not None))
+        self.holds_layers = ring.holds(max(layer.cpu_slots for layer in layers if layer is not None))
         """Whether the ring holds all that a layer waits for, and the bus can go on meanwhile."""
         self._cuts: Cuts | None = None  # while graphs of layers are captured
         self.rows = 0  # of this step
         self.counts: dict[int, int] = {}
-        """How many places of each layer travel in this step; empty: none does."""
+        """How many slots of each layer travel in this step; empty: none does."""
         self._last: tuple[int, float] | None = None  # rows of the step before, and its share
         self._served = 0.0  # what `StreamReadings.served` said before it
 
@@ -188,9 +188,9 @@ class ExpertStream:
         self._last = None if layers is Layers.WHOLE else self._last  # others use the CPU meanwhile
         self.counts = _planned(self._layers, share, layers is Layers.SPLIT)
         for index, count in self.counts.items():
-            if (places := self._order.arranged(index, count)) is not None:
-                self._tables.rank(index, places)
-                self.deliveries.reorder(index, places)
+            if (cpu_slots := self._order.arranged(index, count)) is not None:
+                self._tables.rank(index, cpu_slots)
+                self.deliveries.reorder(index, cpu_slots)
         if self.counts:
             self._tables.tell(self._layers, self.counts)
         self.deliveries.begin(self.counts, whole=layers is not Layers.GIVEN)
@@ -200,7 +200,7 @@ class ExpertStream:
         nothing."""
         self.rows, self._last = rows, None
         by_index = {index: self._layers[index] for index in layers}
-        self.counts = {index: layer.places for index, layer in by_index.items() if layer is not None}
+        self.counts = {index: layer.cpu_slots for index, layer in by_index.items() if layer is not None}
         if self.counts:
             self._tables.look(self._layers, self._followed.moves())
             self._tables.tell(self._layers, self.counts)
@@ -209,10 +209,10 @@ class ExpertStream:
     def _reorder(self) -> None:
         """By what the step before has counted, which the GPU has told."""
         self._tables.look(self._layers, self._followed.moves())
-        if self._asked is None:
+        if self._pending_counts is None:
             return
-        self._order.learn(self._asked.tokens(), self._tables.places)
-        self._asked, self.rates.left = None, self._order.left
+        self._order.learn(self._pending_counts.tokens(), self._tables.cpu_slots)
+        self._pending_counts, self.rates.left = None, self._order.left
 
     def may_split(self, rows: int) -> bool:
         """Whether `splits` may say so later."""
@@ -248,28 +248,28 @@ class ExpertStream:
     def leaves_some(self, index: int) -> bool:
         """Whether the CPU has a part of the layer `index`."""
         layer = self._layers[index]
-        return layer is not None and self.counts[index] < layer.places
+        return layer is not None and self.counts[index] < layer.cpu_slots
 
     def _parts(self, index: int, layer: StreamedLayer) -> list[ExpertGroup]:
         numbers = self.deliveries.of(index)
-        if self._cuts is None and (not numbers or numbers[0] != self.deliveries.taken):
+        if self._cuts is None and (not numbers or numbers[0] != self.deliveries.released):
             raise EngineError(f"layer {index} is not the one whose experts have been sent")
         return [self._part(i, i - numbers[0], layer) for i in numbers]
 
-    def _part(self, number: int, place: int, layer: StreamedLayer) -> ExpertGroup:
-        """place: among the layer's parts."""
+    def _part(self, number: int, part: int, layer: StreamedLayer) -> ExpertGroup:
+        """part: among the layer's parts."""
         packed = Packed(self.deliveries.memory(number), layer.cpu.bytes_per_expert, 0)
         count, cuts = self.deliveries.count(number), self._cuts
         if cuts is None:
             return ExpertGroup(packed, count, partial(self.deliveries.arrive, number), partial(self._read, number))
-        if place == 0 or self.holds_layers:
+        if part == 0 or self.holds_layers:
             return ExpertGroup(packed, count)
         return ExpertGroup(packed, count, lambda: cuts.cut(partial(self._pass_on, number)))
 
     def _read(self, number: int) -> None:
         self.deliveries.read(number)
         if self.deliveries.ended and self._followed.ask is not None:
-            self._asked = self._followed.ask()  # every layer has routed its rows
+            self._pending_counts = self._followed.ask()  # every layer has routed its rows
 
     # -- what the host does around a layer's experts: at once, or at each replay of graphs that end there ---
 
@@ -328,7 +328,7 @@ def _planned(layers: Sequence[StreamedLayer | None], share: float, split: bool) 
     """Places that travel, by layer. split: both sides have a part of every layer, as its graph expects."""
     if share <= 0 and not split:
         return {}
-    places = {i: layer.places for i, layer in enumerate(layers) if layer is not None}
+    cpu_slots = {i: layer.cpu_slots for i, layer in enumerate(layers) if layer is not None}
     if split:
-        return {i: max(1, min(round(share * count), count - 1)) for i, count in places.items()}
-    return {i: round(share * count) for i, count in places.items() if round(share * count)}
+        return {i: max(1, min(round(share * count), count - 1)) for i, count in cpu_slots.items()}
+    return {i: round(share * count) for i, count in cpu_slots.items() if round(share * count)}

@@ -1,4 +1,4 @@
-"""`Transfers`: parts of layers on their way through a ring of places on the GPU, in the order in which layers run.
+"""`Transfers`: parts of layers on their way through a ring of slots on the GPU, in the order in which layers run.
 
 A copy is given before its part of the ring is free: the bus waits for the GPU's marks by itself.
 """
@@ -26,10 +26,10 @@ class Transferable(Protocol):
     """A layer's experts in CPU memory."""
 
     @property
-    def places(self) -> int: ...
+    def cpu_slots(self) -> int: ...
 
-    def runs(self, places: Iterable[int]) -> list[Run]:
-        """Copies of these places, one after the other in a part of the ring."""
+    def runs(self, cpu_slots: Iterable[int]) -> list[Run]:
+        """Copies of these slots, one after the other in a part of the ring."""
         ...
 
 
@@ -50,44 +50,44 @@ class Transfers:
     ) -> None:
         self._layers, self._ring, self._bus = layers, ring, bus
         self._memory = torch.empty(ring.nbytes, dtype=torch.uint8, device=device)
-        self._order: dict[int, npt.NDArray[np.int32]] = {}  # of a layer's places
-        self._runs: dict[int, dict[_Transfer, list[Run]]] = {}  # of a layer, in this order; places never move
+        self._order: dict[int, npt.NDArray[np.int32]] = {}  # of a layer's slots
+        self._runs: dict[int, dict[_Transfer, list[Run]]] = {}  # of a layer, in this order; slots never move
         self._free: list[object] = [None] * ring.parts  # marks: the part was unpacked
         self._arrived: list[object] = [None] * ring.parts
         self._list: list[_Transfer] = []
         self._of: dict[int, range] = {}
         self._counts: Mapping[int, int] = {}
-        self._given = self.taken = 0
+        self._begun = self.released = 0
         self.bytes = 0  # since the start
 
     def begin(self, counts: Mapping[int, int], whole: bool) -> None:
-        """Begins a step in which `counts` places of each layer travel. whole: there are parts for all places, whether
+        """Begins a step in which `counts` slots of each layer travel. whole: there are parts for all slots, whether
         they travel or not."""
         if self.failed:
             self._bus.finish()
         self._counts, self._list, self._of = counts, [], {}
         for layer, count in counts.items():
             first, each = len(self._list), self._ring.experts
-            count = _of(self._layers, layer).places if whole else count
+            count = _of(self._layers, layer).cpu_slots if whole else count
             self._list += [_Transfer(layer, i, min(each, count - i)) for i in range(0, count, each)]
             self._of[layer] = range(first, len(self._list))
-        self._given = self.taken = 0
+        self._begun = self.released = 0
         for _ in range(self._ring.parts):
             self._give()
 
     @property
     def failed(self) -> bool:
         """Whether the step has not taken what was given for it."""
-        return self.taken < self._given
+        return self.released < self._begun
 
     @property
     def ended(self) -> bool:
         """Whether the step has taken all."""
-        return self.taken == len(self._list)
+        return self.released == len(self._list)
 
-    def reorder(self, layer: int, places: npt.NDArray[np.int32]) -> None:
-        """Its places travel in this order, in the next step."""
-        self._order[layer] = places
+    def reorder(self, layer: int, cpu_slots: npt.NDArray[np.int32]) -> None:
+        """Its slots travel in this order, in the next step."""
+        self._order[layer] = cpu_slots
         self._runs.pop(layer, None)
 
     def of(self, layer: int) -> range:
@@ -109,25 +109,25 @@ class Transfers:
     def read(self, number: int) -> None:
         """The GPU was given all that reads it. Gives the next one's copies."""
         self._free[number % self._ring.parts] = self._bus.computing_given()
-        self.taken += 1
+        self.released += 1
         self._give()
 
     def copied_gbps(self) -> float:
         """GB/s of the bus: a part of each layer is copied from where it lies, between steps."""
         total, started = 0, perf_counter()
         for layer in (layer for layer in self._layers if layer is not None):
-            for source, target, nbytes in layer.runs(range(min(self._ring.experts, layer.places))):
+            for source, target, nbytes in layer.runs(range(min(self._ring.experts, layer.cpu_slots))):
                 self._bus.copy(source, self._memory.data_ptr() + target, nbytes)
                 total += nbytes
         self._bus.finish()
         return total / (perf_counter() - started) / 1e9
 
     def _give(self) -> None:
-        if self._given == len(self._list):
+        if self._begun == len(self._list):
             return
-        delivery, turn = self._list[self._given], self._given % self._ring.parts
+        delivery, turn = self._list[self._begun], self._begun % self._ring.parts
         remaining = max(0, self._counts[delivery.layer] - delivery.first)
-        self._given += 1
+        self._begun += 1
         self._bus.copy_after(self._free[turn])
         to = self._memory.data_ptr() + turn * self._ring.part_bytes
         for source, target, nbytes in self._runs_of(replace(delivery, count=min(remaining, delivery.count))):
@@ -139,7 +139,7 @@ class Transfers:
         runs = self._runs.setdefault(delivery.layer, {})
         if delivery not in runs:
             layer, first = _of(self._layers, delivery.layer), delivery.first
-            order = self._order.get(delivery.layer, np.arange(layer.places, dtype=np.int32))
+            order = self._order.get(delivery.layer, np.arange(layer.cpu_slots, dtype=np.int32))
             runs[delivery] = layer.runs(order[first : first + delivery.count].tolist())
         return runs[delivery]
 

@@ -137,7 +137,7 @@ class ExpertUsage:
         self._buffers: deque[CopiedCounts] = deque()
         self.copy: Copy | None = None  # None: PyTorch's, which takes longer
         # Experts that a pass has seen, and all before it; how many of its rows count, and where its layers do.
-        self._beside: tuple[Tensor, Tensor, Tensor | None, list[ExpertCounts]] | None = None
+        self._prefill_counts: tuple[Tensor, Tensor, Tensor | None, list[ExpertCounts]] | None = None
         self.expert_bytes = torch.zeros(layers, dtype=torch.int64)
         self.swaps = 0
         self.swap_rests = 0  # how often live placement went home because it did not pay
@@ -169,13 +169,14 @@ class ExpertUsage:
 
     def overlap_tallies(self, rows: int) -> list[ExpertCounts]:
         """Where the layers of a pass of so many rows count that steps overtake. One pass at a time."""
-        if self._beside is None:
+        if self._prefill_counts is None:
             with torch.inference_mode(False):  # a pass begins in it, and may end elsewhere
                 marks, passed = torch.zeros_like(self._arrays[_SEEN]), torch.zeros_like(self._arrays[_SEEN])
                 limit = None if self._rows is None else torch.zeros_like(self._rows)
                 each = zip(self._arrays[_TOKENS], marks, strict=True)
-                self._beside = marks, passed, limit, [ExpertCounts(tokens, own, None, limit) for tokens, own in each]
-        _, _, limit, tallies = self._beside
+                counts = [ExpertCounts(tokens, own, None, limit) for tokens, own in each]
+                self._prefill_counts = marks, passed, limit, counts
+        _, _, limit, tallies = self._prefill_counts
         if limit is not None:
             limit.fill_(rows)
         return tallies
@@ -183,8 +184,8 @@ class ExpertUsage:
     def end_beside(self) -> None:
         """The pass has ended, wherever; each of its layers ran once at most. In the order of what it computed: a step
         that is under way adds to other counts."""
-        if self._beside is not None:
-            marks, passed, _, _ = self._beside
+        if self._prefill_counts is not None:
+            marks, passed, _, _ = self._prefill_counts
             passed.add_(marks)
             marks.zero_()
 
@@ -192,7 +193,7 @@ class ExpertUsage:
         """Waits for the GPU's last step, which takes no time where its results have been fetched."""
         self._note_all()
         self._attribute()
-        now, passed = self._arrays.cpu(), 0 if self._beside is None else self._beside[1].cpu()
+        now, passed = self._arrays.cpu(), 0 if self._prefill_counts is None else self._prefill_counts[1].cpu()
         now = torch.stack((now[_TOKENS], now[_READS] + now[_SEEN] + passed))
         self._totals += (now - self._last).long()
         self._last = now

@@ -38,11 +38,12 @@ class RecordedRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RecorderOptions:
-    """kept: steps that per_pass and per_token keep, the last ones; None: all. gpu_experts: say which were on a GPU."""
+    """last_passes: steps that per_pass and per_token keep, the last ones; None: all. gpu_experts: say which were on a
+    GPU."""
 
     directory: Path
     mode: str = "stat"
-    kept: int | None = 1000
+    last_passes: int | None = 1000
     gpu_experts: bool = False
 
 
@@ -118,7 +119,7 @@ class ExpertRecorder:
     def after_failure(self) -> None:
         """A step has failed: what it counted is no part of the next one."""
         if self.recording and self.options.mode in DETAILED:
-            self._seen = self._usage.read().tokens
+            self._last_tokens = self._usage.read().tokens
 
     def dump(self) -> Future[Path]:
         """Writes what was recorded since `start` or the last dump, and goes on from zero. If that fails, the future has
@@ -135,13 +136,13 @@ class ExpertRecorder:
         return self._thread.submit(self._write, whole, self._usage.gpu_experts, self._session)
 
     def _fresh(self) -> _Book:
-        self._seen = self._usage.read().tokens
-        return _Book(torch.zeros_like(self._seen), self.options.kept)
+        self._last_tokens = self._usage.read().tokens
+        return _Book(torch.zeros_like(self._last_tokens), self.options.last_passes)
 
     def _count(self, book: _Book | None) -> Tensor:
         """Adds what is new; returns it."""
-        before, self._seen = self._seen, self._usage.read().tokens
-        new = self._seen - before
+        before, self._last_tokens = self._last_tokens, self._usage.read().tokens
+        new = self._last_tokens - before
         if book is not None:
             book.counts += new
         return new

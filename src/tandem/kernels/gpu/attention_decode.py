@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.kernels.batch_layout import KernelBatch
-from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.gpu.dependent_launch import begin, overlapped
 from tandem.kernels.gpu.shared_memory import shared_bytes
 from tandem.spec.gpu_scratch import DECODE_PARTS
 
@@ -82,8 +82,8 @@ def _decode(q, k_pages, v_pages, tables, lens, partial, stats, scale, window, ta
         v = tl.load(v_pages + rows[:, None] * VALUE + e[None, :], inside[:, None] & (e < VALUE)[None, :], other=0.0)
         m, sums, acc = _attend(x, k.to(x.dtype), v.to(x.dtype), inside, m, sums, acc, scale, PRECISION)
     out = (s * HEADS + head) * PARTS + part
-    kept = (r < SHARE)[:, None] & (e < VALUE)[None, :]
-    tl.store(partial + out[:, None] * VALUE + e[None, :], acc, kept)
+    stored = (r < SHARE)[:, None] & (e < VALUE)[None, :]
+    tl.store(partial + out[:, None] * VALUE + e[None, :], acc, stored)
     tl.store(stats + out * 2, m, r < SHARE)
     tl.store(stats + out * 2 + 1, tl.sum(sums, 1), r < SHARE)
 

@@ -84,13 +84,13 @@ class FlashInferAttention:
         """Reads its lengths and pages where they are now whenever the graph is replayed."""
         if rows not in self._captured:
 
-            def kept(size: int) -> Tensor:
+            def buffer(size: int) -> Tensor:
                 return torch.zeros(size, dtype=torch.int32, device=self._device)
 
             self._captured[rows] = self._wrapper(
-                self._workspace, "NHD", use_cuda_graph=True, qo_indptr_buf=kept(rows + 1),
-                paged_kv_indptr_buf=kept(rows + 1), paged_kv_indices_buf=kept(rows * self._shape.pages),
-                paged_kv_last_page_len_buf=kept(rows), backend="fa2",
+                self._workspace, "NHD", use_cuda_graph=True, qo_indptr_buf=buffer(rows + 1),
+                paged_kv_indptr_buf=buffer(rows + 1), paged_kv_indices_buf=buffer(rows * self._shape.pages),
+                paged_kv_last_page_len_buf=buffer(rows), backend="fa2",
             )  # fmt: skip
         return self._captured[rows]
 

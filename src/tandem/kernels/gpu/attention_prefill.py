@@ -85,14 +85,14 @@ def _walk(x, k_pages, v_pages, table, position, begin, end, last, m, total, acc,
         rows = (page.to(tl.int64) * PAGE + keys % PAGE) * KV_HEADS + g
         ahead = keys + STEP
         page = tl.load(table + ahead // PAGE, ahead < last, other=0)  # a turn early, as in decoding
-        there, valued = (d < DIM)[None, :], (e < VALUE)[None, :]
+        key_mask, value_mask = (d < DIM)[None, :], (e < VALUE)[None, :]
         visible = True
         if MASKED:
-            there, valued = (keys < last)[:, None] & there, (keys < last)[:, None] & valued
+            key_mask, value_mask = (keys < last)[:, None] & key_mask, (keys < last)[:, None] & value_mask
             age = position[:, None] - keys[None, :]
             visible = (age >= 0) & ((window <= 0) | (age < window))
-        k = tl.load(k_pages + rows[:, None] * DIM + d[None, :], there, other=0.0)
-        v = tl.load(v_pages + rows[:, None] * VALUE + e[None, :], valued, other=0.0)
+        k = tl.load(k_pages + rows[:, None] * DIM + d[None, :], key_mask, other=0.0)
+        v = tl.load(v_pages + rows[:, None] * VALUE + e[None, :], value_mask, other=0.0)
         m, total, acc = _attend(x, k.to(x.dtype), v.to(x.dtype), visible, m, total, acc, scale, MASKED, PRECISION)
     return m, total, acc
 
@@ -120,14 +120,14 @@ def _prefill(q, k_pages, v_pages, tables, starts, positions, sinks, out, scale, 
     end = tl.max(position) + 1
     lowest = tl.min(tl.where(ok, position, end))
     begin = tl.where(window > 0, tl.maximum(lowest - window + 1, 0) // STEP * STEP, 0)
-    seen = tl.where(window > 0, begin, (lowest + 1) // STEP * STEP)  # all rows see all keys before it
+    plain_end = tl.where(window > 0, begin, (lowest + 1) // STEP * STEP)  # all rows see all keys before it
     table = tables + s.to(tl.int64) * table_width
     m = tl.full([QUERIES * GROUP], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES * GROUP], tl.float32)
     acc = tl.zeros([QUERIES * GROUP, VALUE_BLOCK], tl.float32)
-    m, total, acc = _walk(x, k_pages, v_pages, table, position, begin, seen, end, m, total, acc, scale, window, g,
+    m, total, acc = _walk(x, k_pages, v_pages, table, position, begin, plain_end, end, m, total, acc, scale, window, g,
                           KV_HEADS, DIM, VALUE, PAGE, BLOCK, VALUE_BLOCK, STEP, False, PRECISION)  # fmt: skip
-    m, total, acc = _walk(x, k_pages, v_pages, table, position, seen, end, end, m, total, acc, scale, window, g,
+    m, total, acc = _walk(x, k_pages, v_pages, table, position, plain_end, end, end, m, total, acc, scale, window, g,
                           KV_HEADS, DIM, VALUE, PAGE, BLOCK, VALUE_BLOCK, STEP, True, PRECISION)  # fmt: skip
     if SINKS:
         sink = tl.load(sinks + g * SHARE + r % GROUP, r % GROUP < SHARE, other=0.0) * OF_SINKS

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.gpu.dependent_launch import begin, overlapped
 
 PART = 4096  # logits of a program
 MOST_POLLS = 1 << 24  # about 15 s; the host never takes so long, but a GPU that waits for ever cannot be stopped
@@ -35,12 +35,12 @@ def _until_made(masks, rows, most, OVERLAP: tl.constexpr):
     address = tl.load(masks + rows)
     if address != 0:
         word = address.to(tl.pointer_type(tl.int32))
-        made = tl.load(word, volatile=True)
+        stamp = tl.load(word, volatile=True)
         polls = 0
-        while (made == 0) & (polls < most):
-            made = tl.load(word, volatile=True)
+        while (stamp == 0) & (polls < most):
+            stamp = tl.load(word, volatile=True)
             polls += 1
-        if made == 0:
+        if stamp == 0:
             tl.store(word + 2, 1)  # words are int64
 
 

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.kernels.gpu.dependent_launch import begin, overlapped
 from tandem.kernels.gpu.expert_rows import dot_panel, row_step
 from tandem.kernels.gpu.expert_tiles import multiply_tile, tile_step
-from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.gpu.panels import (
     Panels,
     block_words,

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.kernels.gpu.dependent_launch import begin, overlapped
 from tandem.kernels.gpu.mlp import activated, activation_constants, relu2
-from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.gpu.panels import (
     Panels,
     block_words,
@@ -127,7 +127,7 @@ def _down(hidden, words, scales, zeros, slots, ids, biases, weights, partial, de
 
 
 @triton.jit
-def _combine(partial, slots, elsewhere, out, columns, TOP_K: tl.constexpr, PAIRS: tl.constexpr, HAS_MORE: tl.constexpr,
+def _combine(partial, slots, addend, out, columns, TOP_K: tl.constexpr, PAIRS: tl.constexpr, HAS_MORE: tl.constexpr,
              BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     begin(OVERLAP)
     t = tl.program_id(0).to(tl.int64)
@@ -140,7 +140,7 @@ def _combine(partial, slots, elsewhere, out, columns, TOP_K: tl.constexpr, PAIRS
             here = inside & (tl.load(slots + t * TOP_K + k) >= 0)
         total += tl.load(partial + (t * TOP_K + k) * columns + column, here, other=0.0)
     if HAS_MORE:
-        total += tl.load(elsewhere + t * columns + column, inside, other=0.0)
+        total += tl.load(addend + t * columns + column, inside, other=0.0)
     tl.store(out + t * columns + column, total.to(out.dtype.element_ty), inside)
 
 
@@ -214,13 +214,13 @@ def down(
     return partial
 
 
-def combine(partial: Tensor, slots: Tensor | None, out: Tensor, elsewhere: Tensor | None = None) -> Tensor:
-    """The sum of a token's pairs, or what is one already, plus `elsewhere` (float32 [T, columns]), into out
+def combine(partial: Tensor, slots: Tensor | None, out: Tensor, addend: Tensor | None = None) -> Tensor:
+    """The sum of a token's pairs, or what is one already, plus `addend` (float32 [T, columns]), into out
     [T, columns]."""
     rows, columns = out.shape
     _combine[(rows, triton.cdiv(columns, 1024))](
-        partial, partial if slots is None else slots, partial if elsewhere is None else elsewhere, out, columns,
-        TOP_K=1 if slots is None else slots.shape[1], PAIRS=slots is not None, HAS_MORE=elsewhere is not None,
+        partial, partial if slots is None else slots, partial if addend is None else addend, out, columns,
+        TOP_K=1 if slots is None else slots.shape[1], PAIRS=slots is not None, HAS_MORE=addend is not None,
         BLOCK=1024, num_warps=4, **overlapped(out.device),
     )  # fmt: skip
     return out

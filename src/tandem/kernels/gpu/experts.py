@@ -32,13 +32,13 @@ class PartialSums:
     values: Tensor
     slots: Tensor | None
 
-    def combined(self, elsewhere: Tensor | None = None) -> Tensor:
+    def combined(self, addend: Tensor | None = None) -> Tensor:
         """The sum over each token's experts, plus what other places computed: bfloat16 [T, hidden]."""
-        if self.slots is None and elsewhere is None:
+        if self.slots is None and addend is None:
             return self.values.to(torch.bfloat16)
         rows = len(self.values) if self.slots is None else len(self.slots)
         out = self.values.new_empty((rows, self.values.shape[1]), dtype=torch.bfloat16)
-        return expert_rows.combine(self.values, self.slots, out, elsewhere)
+        return expert_rows.combine(self.values, self.slots, out, addend)
 
 
 @dataclass(slots=True)
@@ -160,9 +160,9 @@ class GpuExperts:
         """Packed bytes of one expert; 0 while none was loaded."""
         return self.stride
 
-    def partial(self, x: Tensor, routing: Routing, alone: bool = False) -> PartialSums:
+    def partial(self, x: Tensor, routing: Routing, final: bool = False) -> PartialSums:
         """x bfloat16 [T, hidden], routing [T, k] with slots; `combined` ends it. A long step is taken in pieces, each
-        added up before the next, so that its memory is bounded; a row's bits are the same. alone: nothing will be
+        added up before the next, so that its memory is bounded; a row's bits are the same. final: nothing will be
         added to the sums, so they may be rounded."""
         slots = expert_rows.slots_of(routing)
         unpacks = self.prompts is not None and not self.step.captured
@@ -170,7 +170,7 @@ class GpuExperts:
         reads = Reads(self._mma, unpacks, self.step.each_row, codes)
         way = gpu_way(len(x), slots.numel(), len(self.slot_of), reads)
         if way is ExpertPath.MMA:
-            return PartialSums(self._multiplied(x.contiguous(), routing, alone), None)
+            return PartialSums(self._multiplied(x.contiguous(), routing, final), None)
         if way is ExpertPath.ROWS:
             return PartialSums(self._streamed(x, routing), slots)
         if way in (ExpertPath.CODES, ExpertPath.PROMPTS) and self.prompts is not None:
@@ -217,7 +217,7 @@ class GpuExperts:
     def forward(
         self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor | None = None, add: bool = False
     ) -> Tensor:
-        result = self.partial(x, Routing(ids, weights, _slots(self.table, ids)), alone=True).combined()
+        result = self.partial(x, Routing(ids, weights, _slots(self.table, ids)), final=True).combined()
         if out is None:
             return result
         return out.add_(result) if add else out.copy_(result)

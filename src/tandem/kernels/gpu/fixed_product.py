@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.gpu.dependent_launch import begin, overlapped
 
 ROWS = 16  # of a tile: the fewest that tensor cores take, so that decoding waits for few rows that are not there
 COLUMNS, STEP, STAGES = 32, 128, 4

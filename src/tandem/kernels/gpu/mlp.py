@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tandem.formats.codes import Blocks, Weight
 from tandem.formats.cut import numbers, stacked
-from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.gpu.dependent_launch import begin, overlapped
 from tandem.kernels.ops import Linear, SureRead
 from tandem.spec.activation import SILU, Activation, ActivationKind
 from tandem.spec.gpu_scratch import MLP_BYTES

@@ -7,16 +7,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.gpu.dependent_launch import begin, overlapped
 from tandem.kernels.ops import Addend
 
 
 @triton.jit
-def joined(value, beside, gate, residual, columns, inside, kind: tl.constexpr, BESIDE: tl.constexpr,
+def joined(value, addend, gate, residual, columns, inside, kind: tl.constexpr, ADDEND: tl.constexpr,
            GATED: tl.constexpr, ADD: tl.constexpr):  # fmt: skip
     """value, with BESIDE a sum of two rounded as `Ops.gated` rounds it, and with ADD the residual with that."""
-    if BESIDE:
-        more = tl.load(beside + columns, inside, other=0.0).to(tl.float32)
+    if ADDEND:
+        more = tl.load(addend + columns, inside, other=0.0).to(tl.float32)
         if GATED:
             more *= tl.sigmoid(tl.load(gate).to(tl.float32)).to(kind).to(tl.float32)
         value = (value.to(tl.float32) + more.to(kind).to(tl.float32)).to(kind)
@@ -38,7 +38,7 @@ def normed(value, weight, n, eps, kind: tl.constexpr):
 
 @triton.jit
 def _rms_norm(
-    x, residual, beside, gate, weight, out, n, gate_row, eps, ADD: tl.constexpr, BESIDE: tl.constexpr,
+    x, residual, addend, gate, weight, out, n, gate_row, eps, ADD: tl.constexpr, ADDEND: tl.constexpr,
     GATED: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
     begin(OVERLAP)
@@ -47,7 +47,7 @@ def _rms_norm(
     inside = columns < n
     value = tl.load(x + row + columns, inside, other=0.0)
     at = gate + tl.program_id(0).to(tl.int64) * gate_row
-    value = joined(value, beside + row, at, residual + row, columns, inside, x.dtype.element_ty, BESIDE, GATED, ADD)
+    value = joined(value, addend + row, at, residual + row, columns, inside, x.dtype.element_ty, ADDEND, GATED, ADD)
     if ADD:
         tl.store(residual + row + columns, value, inside)
     by = tl.load(weight + columns, inside, other=0.0)
@@ -55,15 +55,15 @@ def _rms_norm(
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, beside: Addend | None = None
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, addend: Addend | None = None
 ) -> Tensor:
-    """x [T, n]; with `residual`: residual += x in place, then its norm. beside: is added to x first."""
+    """x [T, n]; with `residual`: residual += x in place, then its norm. addend: is added to x first."""
     x = x.contiguous()
     out, n = torch.empty_like(x), x.shape[-1]
     block = triton.next_power_of_2(n)
     rest = x if residual is None else residual
     warps = min(16, max(1, block // 256))
-    more, gate = (x, None) if beside is None else beside
+    more, gate = (x, None) if addend is None else addend
     _rms_norm[(x.numel() // n,)](
         x,
         rest,
@@ -75,7 +75,7 @@ def rms_norm(
         0 if gate is None else gate.stride(0),
         eps,
         ADD=residual is not None,
-        BESIDE=beside is not None,
+        ADDEND=addend is not None,
         GATED=gate is not None,
         BLOCK=block,
         num_warps=warps,

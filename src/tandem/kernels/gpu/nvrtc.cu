@@ -30,7 +30,7 @@ __device__ inline u64 nanoseconds() {
   return t;
 }
 
-// Overlapping kernels (kernels/gpu/overlap.py).
+// Overlapping kernels (kernels/gpu/dependent_launch.py).
 __device__ inline void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" : : : "memory");

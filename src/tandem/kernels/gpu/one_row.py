@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.kernels.gpu.dependent_launch import begin, overlapped
 from tandem.kernels.gpu.norm import joined, normed
-from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.joined import Normed, Sum
 
 MANY_COLUMNS = 1024  # from here on a program takes several of them
@@ -45,19 +45,19 @@ def _one_row(x, weight, bias, out, depth, columns, each, BIAS: tl.constexpr, COL
 
 
 @triton.jit
-def _after_norm(x, residual, beside, gate, norm, weight, bias, out, stream, normed_x, depth, columns, eps,
-                BESIDE: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, COLUMNS: tl.constexpr,
+def _after_norm(x, residual, addend, gate, norm, weight, bias, out, stream, normed_x, depth, columns, eps,
+                ADDEND: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, COLUMNS: tl.constexpr,
                 STEP: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """All weights at once. Every program norms the row by itself; the first keeps it."""
     n, k = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, STEP)
     inside = k < depth
-    there = (n < columns)[:, None] & inside[None, :]
-    w = tl.load(weight + n[:, None].to(tl.int64) * depth + k[None, :], there, other=0.0)
+    inside_rows = (n < columns)[:, None] & inside[None, :]
+    w = tl.load(weight + n[:, None].to(tl.int64) * depth + k[None, :], inside_rows, other=0.0)
     by = tl.load(norm + k, inside, other=0.0)
     begin(OVERLAP)
     kind: tl.constexpr = x.dtype.element_ty
     value = tl.load(x + k, inside, other=0.0)
-    value = joined(value, beside, gate, residual, k, inside, kind, BESIDE, GATED, True)
+    value = joined(value, addend, gate, residual, k, inside, kind, ADDEND, GATED, True)
     row = normed(value, by, depth, eps, kind)
     if tl.program_id(0) == 0:
         tl.store(stream + k, value, inside)
@@ -78,12 +78,12 @@ def after_norm(s: Sum, weight: Tensor, bias: Tensor | None) -> Normed:
     columns, depth = weight.shape
     x, step = s.x.contiguous(), triton.next_power_of_2(depth)
     stream, row, out = torch.empty_like(x), torch.empty_like(x), x.new_empty((1, columns))
-    addend, gate = (x, None) if s.beside is None else s.beside
+    addend, gate = (x, None) if s.addend is None else s.addend
     each = AT_ONCE // step
     _after_norm[(triton.cdiv(columns, each),)](
         x, s.residual, addend.contiguous(), x if gate is None else gate, s.weight, weight,
         weight if bias is None else bias, out, stream, row, depth, columns, s.eps,
-        BESIDE=s.beside is not None, GATED=gate is not None, BIAS=bias is not None, COLUMNS=each, STEP=step,
+        ADDEND=s.addend is not None, GATED=gate is not None, BIAS=bias is not None, COLUMNS=each, STEP=step,
         num_warps=4, **overlapped(x.device),
     )  # fmt: skip
     return Normed(stream, row, out)

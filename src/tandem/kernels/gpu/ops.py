@@ -57,7 +57,7 @@ class StepTable(Protocol):
 class GpuOps:
     """`Ops` on `device`; `cpu` packs expert weights and runs the experts that stay in CPU memory."""
 
-    joins_late = True
+    fuse_shared_add = True
     group: Group | None = None
 
     def __init__(
@@ -83,9 +83,9 @@ class GpuOps:
         for table in self.tables:
             table.begin(batch, captured)
 
-    def begin_step(self, batch: KernelBatch, captured: bool, beside: bool = False) -> None:
-        """As `AttentionBackend.begin`. beside: graphs may run beside it."""
-        self._attention.begin(batch, captured or beside)
+    def begin_step(self, batch: KernelBatch, captured: bool, overlapped: bool = False) -> None:
+        """As `AttentionBackend.begin`. overlapped: graphs may run beside it."""
+        self._attention.begin(batch, captured or overlapped)
         self._step.captured = captured
 
     def resident(self, tensor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tandem.errors import KernelError
 from tandem.kernels.batch_layout import KernelBatch
-from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.gpu.dependent_launch import begin, overlapped
 from tandem.kernels.ops import HeadNorms, RopeTables
 
 MANY_ROWS, AT_ONCE = 128, 8  # from so many rows on a program has eight heads, a warp each: the bits are the same
@@ -36,15 +36,15 @@ def _scaled(row, weight, at, inside, inverse, NORM: tl.constexpr):
 
 
 @triton.jit
-def _rotated(row, weight, cos, sin, inverse, there, DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
+def _rotated(row, weight, cos, sin, inverse, is_head, DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
              BLOCK: tl.constexpr):  # fmt: skip
-    """[N, BLOCK] of the heads that are `there`, [N, 1]."""
+    """[N, BLOCK] of the heads that are `is_head`, [N, 1]."""
     d = tl.arange(0, BLOCK)[None, :]
     inside, turned = d < DIM, d < 2 * HALF
     partner = tl.where(d < HALF, d + HALF, d - HALF)
     kind = row.dtype.element_ty
-    own = _scaled(row, weight, d, inside & there, inverse, NORM)
-    other = _scaled(row, weight, partner, turned & there, inverse, NORM)
+    own = _scaled(row, weight, d, inside & is_head, inverse, NORM)
+    other = _scaled(row, weight, partner, turned & is_head, inverse, NORM)
     c = tl.load(cos + d % HALF, turned, other=1.0).to(kind).to(tl.float32)
     s = tl.load(sin + d % HALF, turned, other=0.0).to(kind).to(tl.float32)
     first, second = (own * c).to(kind).to(tl.float32), (other * s).to(kind).to(tl.float32)
@@ -82,7 +82,7 @@ def _rope_store(qkv, cos, sin, turns, slots, k_pages, v_pages, q, q_norm, k_norm
     angle = tl.load(turns + t) * HALF
     is_q = part < QUERIES
     h = tl.where(is_q, part, part - QUERIES) * AT_ONCE + lane
-    there = h < tl.where(is_q, HEADS, KV_HEADS)
+    is_head = h < tl.where(is_q, HEADS, KV_HEADS)
     first = tl.where(is_q, h + tl.minimum(h, GATES), HEADS + GATES + h)  # each q head is followed by its gate, if any
     row = base + first * DIM
     weight = q_norm if is_q else k_norm
@@ -94,12 +94,12 @@ def _rope_store(qkv, cos, sin, turns, slots, k_pages, v_pages, q, q_norm, k_norm
             inverse = _inverse_rms(whole, all_of, all_of < size, size, eps)
             weight += h * DIM
         else:
-            inverse = _inverse_rms(row, d, there & (d < DIM), DIM, eps)
-    y = _rotated(row, weight, cos + angle, sin + angle, inverse, there, DIM, HALF, NORM, BLOCK)
+            inverse = _inverse_rms(row, d, is_head & (d < DIM), DIM, eps)
+    y = _rotated(row, weight, cos + angle, sin + angle, inverse, is_head, DIM, HALF, NORM, BLOCK)
     if is_q:
-        tl.store(q + (t * HEADS + h) * DIM + d, y, there & (d < DIM))
+        tl.store(q + (t * HEADS + h) * DIM + d, y, is_head & (d < DIM))
     else:
-        inside = there & (d < tl.where(slot >= 0, DIM, 0))
+        inside = is_head & (d < tl.where(slot >= 0, DIM, 0))
         tl.store(k_pages + (slot * KV_HEADS + h) * DIM + d, _as_kept(y, k_pages), inside)
 
 

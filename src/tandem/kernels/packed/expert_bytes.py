@@ -1,4 +1,4 @@
-"""Bytes of a layer's packed experts, and the places where they lie: for whatever moves experts."""
+"""Bytes of a layer's packed experts, and the slots where they lie: for whatever moves experts."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ class ExpertPlaces:
         """A place for an expert on its way here, which nobody uses until `settle`, or until `release` frees it."""
         return self._core.reserve(expert)
 
-    def settle(self, expert: int, place: int) -> None:
+    def settle(self, expert: int, cpu_slot: int) -> None:
         """The expert has arrived in the place that was reserved for it."""
-        self._core.settle(expert, place)
+        self._core.settle(expert, cpu_slot)
 
-    def release(self, place: int) -> None:
+    def release(self, cpu_slot: int) -> None:
         """Nobody comes into the reserved place."""
-        self._core.release(place)
+        self._core.release(cpu_slot)
 
-    def place_of(self, expert: int) -> int:
+    def cpu_slot_of(self, expert: int) -> int:
         return self._core.place_of(expert)
 
-    def pieces(self, place: int) -> list[tuple[int, int, int]]:
+    def pieces(self, cpu_slot: int) -> list[tuple[int, int, int]]:
         """Where a place lies: (offset in an expert's packed bytes, address, bytes), one for each memory node or two."""
-        return self._core.pieces(place)
+        return self._core.pieces(cpu_slot)
 
-    def all_places(self) -> list[ByteRange]:
-        """Ranges in which all places lie, for each memory node; empty as long as nothing was loaded."""
+    def all_cpu_slots(self) -> list[ByteRange]:
+        """Ranges in which all slots lie, for each memory node; empty as long as nothing was loaded."""
         return self._core.all_places()
 
     def own_memory(self) -> tuple[int, int]:
-        """(address, bytes) of all places; (0, 0) where nothing was loaded, or all lies in a file."""
+        """(address, bytes) of all slots; (0, 0) where nothing was loaded, or all lies in a file."""
         return self._core.own_memory()
 
 

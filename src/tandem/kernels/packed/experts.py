@@ -37,7 +37,7 @@ class PackedExperts(ExpertBytes, ExpertPlaces):
 
     fmt and group say how numbers are packed, as in `PackedMatrix`.
     The first expert loaded decides what the layer holds: gate and up in one format, down in the same or another.
-    places: how many experts there is memory for, when the others live elsewhere; 0: for all.
+    cpu_slots: how many experts there is memory for, when the others live elsewhere; 0: for all.
     int8_activations: x, and the activations between the two products, are rounded to int8 (`int8_activations.py`);
     loading weights that have no such kernels then raises KernelError. The packed bytes are the same.
     in_place: bfloat16 is not packed but used where it is, usually a mapped file, and kept alive; results have the same
@@ -55,11 +55,11 @@ class PackedExperts(ExpertBytes, ExpertPlaces):
         activation: Activation = SILU,
         *,
         group: int = DEFAULT_GROUP,
-        places: int = 0,
+        cpu_slots: int = 0,
         int8_activations: bool = False,
         in_place: bool = False,
     ) -> None:
-        self.num_experts, self.hidden, self.width, self.places = num_experts, hidden, width, places
+        self.num_experts, self.hidden, self.width, self.cpu_slots = num_experts, hidden, width, cpu_slots
         self.numbers = made_here(fmt, group)
         self._workspace, self.activation = workspace, activation
         self.biases: ExpertBiases | None = None
@@ -75,7 +75,7 @@ class PackedExperts(ExpertBytes, ExpertPlaces):
         sizes, (gate_up, down) = (self.num_experts, self.hidden, self.width), self._formats
         act = self.activation.kind, self.activation.alpha, self.activation.limit
         self._core = _core.ExpertLayer(
-            self._workspace, *sizes, gate_up, down, *act, self.places, self.int8_activations
+            self._workspace, *sizes, gate_up, down, *act, self.cpu_slots, self.int8_activations
         )
         self._forward = self._core.forward
         if self.biases is not None:
@@ -187,7 +187,7 @@ class PackedExperts(ExpertBytes, ExpertPlaces):
         if not self._empty or self.shape != other.shape:
             raise KernelError("only an empty layer of the same shape can become another")
         self._core, self._forward, self._formats = other._core, other._forward, other._formats
-        self.places, self._empty, self._used = other.places, other._empty, other._used
+        self.cpu_slots, self._empty, self._used = other.cpu_slots, other._empty, other._used
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ MAX_DELTA_HEAD = 1 << 15  # elements of a head's memory that a program holds, pa
 class Cost(cost.Cost[DeltaRule]):
     """Cost of a constant-size memory."""
 
-    settles = True
+    has_plain_kernels = True
     kernels = 18
 
     def scratch_bytes(self, step: StepSize, hidden: int, streams: int) -> int:

@@ -55,9 +55,8 @@ class DeltaOperator(Protocol):
         The state of each sequence's slot goes on; a sequence without tokens starts from zeros. A row depends on its own
         sequence only, not on how that was cut (last bits on a GPU).
 
-        The memory takes in what is sure: tokens since `batch.folded` from their places, then `batch.sure` rows of this
-        step. Guesses behind them see each other, and leave only their inputs and gates.
-        """
+        The memory takes in what is sure: tokens since `batch.state_lens` from their places, then `batch.num_verified`
+        rows of this step. Guesses behind them see each other, and leave only their inputs and gates. """
         ...
 
 
@@ -97,30 +96,30 @@ class TorchDelta:
         for s, slot in enumerate(batch.slots.tolist()):
             rows = slice(starts[s], starts[s + 1])
             known = lens[s] - (rows.stop - rows.start)
-            folded = known if batch.folded is None else int(batch.folded[s])
-            sure_rows = rows.stop - rows.start if batch.sure is None else int(batch.sure[s])
+            state_len = known if batch.state_lens is None else int(batch.state_lens[s])
+            sure_rows = rows.stop - rows.start if batch.num_verified is None else int(batch.num_verified[s])
             own = DeltaState(*(each[slot] for each in state))
-            out[rows] = self._sequence(projected[rows], gates[rows], own, (folded, known, known + sure_rows))
+            out[rows] = self._sequence(projected[rows], gates[rows], own, (state_len, known, known + sure_rows))
         return out
 
     def _sequence(
         self, projected: Tensor, gates: Tensor, own: DeltaState, lengths: tuple[int, int, int]
     ) -> Tensor:
         """lengths: tokens that the memory holds, those before the step, and with rows that are sure."""
-        (folded, known, sure_length), places = lengths, len(own.inputs)
+        (state_len, known, sure_length), places = lengths, len(own.inputs)
         q, k, v, z = self._kinds(projected, columns_of(self.shape)[:4])
         new = torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], 1)
-        first = folded - (self.shape.conv - 1)
+        first = state_len - (self.shape.conv - 1)
         old = torch.arange(max(0, first), known) % places
         mixed = torch.cat([new.new_zeros((max(0, -first), new.shape[1])), own.inputs[old], new])
-        both = torch.cat([own.gates[torch.arange(folded, known) % places], gates])
-        if folded == 0:
+        both = torch.cat([own.gates[torch.arange(state_len, known) % places], gates])
+        if state_len == 0:
             own.memory.zero_()
         settled = self._reads(mixed[: sure_length - first], both, own.memory)
         answers = torch.cat([settled, self._reads(mixed[len(settled) :], both[len(settled) :], own.memory.clone())])
         last = torch.arange(max(0, len(new) - places), len(new))
         own.inputs[(known + last) % places], own.gates[(known + last) % places] = new[last], gates[last]
-        return self._normed(answers[known - folded :].to(z.dtype), z).flatten(1)
+        return self._normed(answers[known - state_len :].to(z.dtype), z).flatten(1)
 
     def _reads(self, mixed: Tensor, gates: Tensor, memory: Tensor) -> Tensor:
         """Rows' reads from memory. mixed: inputs of conv - 1 tokens before, and theirs; gates: of these or more."""

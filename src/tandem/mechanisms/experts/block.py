@@ -52,7 +52,7 @@ class MoEBlock(Routed):
             self.bias = b.float_tensor(layer + names.router_bias, self.router.num_experts)
         self.experts = routed_experts(b, index, shape, names, self.fused)
         self.shared: MLP | None = None
-        self.joins_late = False  # whoever takes the result adds the shared expert's, which is left in the pass
+        self.fuse_shared_add = False  # whoever takes the result adds the shared expert's, which is left in the pass
         if shape.shared is not None and not self.fused:
             self.shared = dense_mlp(b, layer + names.shared, shape.shared)
         # What x is multiplied with first, if its norm may be a part of that. Here, as protocols take long to look up.
@@ -78,16 +78,16 @@ class MoEBlock(Routed):
         routed = self._wait(ticket)
         if shared is None:
             return routed
-        if self.joins_late:
-            p.beside = Addend(shared, gate)
+        if self.fuse_shared_add:
+            p.addend = Addend(shared, gate)
             return routed
         return self.ops.gated(shared, gate, routed)
 
-    def foresee(self, x: Tensor, p: ForwardState) -> None:
+    def predict_experts(self, x: Tensor, p: ForwardState) -> None:
         """x: about what the next call will be given. Tells the experts who would be chosen; nobody is counted."""
-        places, named = self.experts.places, self._named(p)
-        self.experts.hint(
-            self.route(self._logits(x)[0], self.bias, places=places, chosen=named)
+        slot_of, named = self.experts.slot_of, self._named(p)
+        self.experts.prefetch(
+            self.route(self._logits(x)[0], self.bias, slot_of=slot_of, chosen=named)
         )
 
     def _submit(self, x: Tensor, routing: Routing) -> Any:
@@ -106,9 +106,9 @@ class MoEBlock(Routed):
 
     def _routed(self, logits: Tensor, p: ForwardState, named: Tensor | None) -> Routing:
         """Counts who is chosen."""
-        places = self.experts.places
+        slot_of = self.experts.slot_of
         tally = self.tally if p.tallies is None else p.tallies[self.number]
-        routing = self.route(logits, self.bias, self.fused, tally, places, named)
+        routing = self.route(logits, self.bias, self.fused, tally, slot_of, named)
         if self.scales is None:
             return routing
         return routing._replace(weights=routing.weights * self.scales[routing.ids.long()])
@@ -162,8 +162,8 @@ class ExpertsBeside(MoEBlock):
     def _summed(self, rows: Tensor) -> Tensor:
         return rows if self.ops.group is None else self.ops.group.sum(rows)
 
-    def foresee(self, x: Tensor, p: ForwardState) -> None:
-        super().foresee(self._router_input(p), p)
+    def predict_experts(self, x: Tensor, p: ForwardState) -> None:
+        super().predict_experts(self._router_input(p), p)
 
     def _router_input(self, p: ForwardState) -> Tensor:
         """Router input: the normed residual."""
@@ -193,9 +193,9 @@ class LatentExperts(MoEBlock):
 def operator(b: Builder, index: int, names: Names, shape: Moe) -> MoEBlock:
     if shape.experts.latent:
         return LatentExperts(b, index, shape, names)
-    if shape.beside is None:
+    if shape.parallel_dense is None:
         return MoEBlock(b, index, shape, names)
-    return ExpertsBeside(b, index, shape, shape.beside, names)
+    return ExpertsBeside(b, index, shape, shape.parallel_dense, names)
 
 
 def _router_gate(b: Builder, shape: Moe, layer: str, names: Names) -> Linear:

@@ -28,20 +28,21 @@ class Cost(cost.Cost[Moe]):
     @property
     def sums(self) -> int:
         """Experts beside a dense feed-forward have norms of their own, and so sums."""
-        return 1 if self.shape.beside is None else 2
+        return 1 if self.shape.parallel_dense is None else 2
 
     def cut(self, ranks: int) -> Moe:
         moe = with_narrow_experts(self.shape, ranks)
         shared = None if moe.shared is None else cost_of(moe.shared).cut(ranks)
-        dense_part = None if moe.beside is None else replace(moe.beside, dense=cost_of(moe.beside.dense).cut(ranks))
-        return replace(moe, shared=shared, beside=dense_part)
+        parallel = moe.parallel_dense
+        dense_part = None if parallel is None else replace(parallel, dense=cost_of(parallel.dense).cut(ranks))
+        return replace(moe, shared=shared, parallel_dense=dense_part)
 
     def limits(self, expert_unit: int, stored: StoredFormats) -> Iterator[Limit]:
         yield expert_limit(self.shape, expert_unit)
         if self.shape.shared is not None:
             yield width_limit("shared experts", self.shape.shared, stored.shared)
-        if self.shape.beside is not None:
-            yield width_limit("dense layers", self.shape.beside.dense, stored.dense)
+        if self.shape.parallel_dense is not None:
+            yield width_limit("dense layers", self.shape.parallel_dense.dense, stored.dense)
 
 
 def with_narrow_experts(moe: Moe, ranks: int) -> Moe:

@@ -53,15 +53,15 @@ class ParallelDense:
 
 @dataclass(frozen=True, slots=True)
 class Moe:
-    """Router, routed experts, and a shared one that every token uses; shared_gate: times sigmoid(gate · x). apart: the
-    shared one never counts as routed ones, since it differs from them in some layer."""
+    """Router, routed experts, and a shared one that every token uses; shared_gate: times sigmoid(gate · x).
+    separate_shared: the shared one never counts as routed ones, since it differs from them in some layer."""
 
     router: Router
     experts: Experts
     shared: Dense | None = None
     shared_gate: bool = False
-    beside: ParallelDense | None = None
-    apart: bool = False
+    parallel_dense: ParallelDense | None = None
+    separate_shared: bool = False
 
     def with_experts(self, count: int) -> Moe:
         """With so many, chosen without groups."""
@@ -79,14 +79,14 @@ class Moe:
         width = self.experts.width
         if self.shared is None or self.shared_gate or not width or self.shared.width % width:
             return 0
-        if self.experts.biases or self.experts.latent or self.apart:
+        if self.experts.biases or self.experts.latent or self.separate_shared:
             return 0
         return self.shared.width // width if self.shared.activation == self.experts.activation else 0
 
     def params(self, hidden: int) -> int:
         """Weights that every token uses."""
         shared = 0 if self.shared is None else self.shared.params(hidden)
-        dense_part = 0 if self.beside is None else self.beside.params(hidden)
+        dense_part = 0 if self.parallel_dense is None else self.parallel_dense.params(hidden)
         scales = self.router.num_experts if self.router.expert_scale else 0
         projections = 2 * hidden * self.experts.latent
         return hidden * self.router.num_experts + scales + shared + dense_part + projections

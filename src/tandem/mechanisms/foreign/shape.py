@@ -13,10 +13,10 @@ class Foreign:
     sequence between steps."""
 
     weights: int
-    kept: tuple[State, ...]
+    kept_states: tuple[State, ...]
 
     def params(self, hidden: int) -> int:
         return self.weights
 
     def states(self) -> tuple[State, ...]:
-        return self.kept
+        return self.kept_states

@@ -12,7 +12,7 @@ from tandem.mechanisms.gated_streams.shape import GatedStreams
 from tandem.mechanisms.gated_streams.torch import GatedMix, GatedWeights, ReturningRows, Shares
 from tandem.models.builder import Builder
 from tandem.models.passing import ForwardState
-from tandem.models.residual import settle
+from tandem.models.residual import add_pending
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class GatedResidual:
     def enter(self, p: ForwardState, norm: Tensor, eps: float, first: AfterNorm | None = None) -> Tensor:
         leaving = ReturningRows(p.pending, p.mix) if p.pending is not None and isinstance(p.mix, Shares) else None
         if leaving is None:
-            settle(p)
+            add_pending(p)
         p.residual, x, p.mix = self.mix.advanced(p.residual, leaving, norm, eps)
         p.pending = None
         return x
@@ -41,7 +41,7 @@ class WholeStreams:
 
     def enter(self, p: ForwardState, norm: Tensor, eps: float, first: AfterNorm | None = None) -> Tensor:
         """[T, n, hidden]."""
-        settle(p)
+        add_pending(p)
         return self.peek(p.residual, norm, eps)
 
     def peek(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.kernels.gpu.dependent_launch import begin, let_next_start, overlapped, wait_for_last
 from tandem.kernels.gpu.linear import GpuLinear
-from tandem.kernels.gpu.overlap import begin, let_next_start, overlapped, wait_for_last
 from tandem.kernels.ops import Ops
 from tandem.mechanisms.gated_streams.shape import GatedStreams
 from tandem.mechanisms.gated_streams.torch import GatedMix, GatedWeights, ReturningRows, Shares

@@ -101,7 +101,7 @@ class AbsorbedHeads:
             absorbed = self._ops.attention(turned, pages, pages, batch, scale)
         else:
             absorbed = self._attend_chosen(turned, pages, batch, scale, chosen)
-        self._moves.seen(absorbed, attended)
+        self._moves.rope_last(absorbed, attended)
         return self._values(attended.view(rows, s.heads, s.rank)).flatten(1)
 
     def _queries_and_key(self, q: Tensor, kv: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class _Moves:
         self.latent = ops.columns([ColumnRun(0, 0, s.rank)])
         self.absorbed = ops.columns([ColumnRun(h * s.rank, h * row + s.rope, s.rank) for h in each])
         self.key = ops.columns([ColumnRun(0, s.heads * row + s.rope, s.rank)])
-        self.seen = ops.columns([ColumnRun(h * row + s.rope, h * s.rank, s.rank) for h in each])
+        self.rope_last = ops.columns([ColumnRun(h * row + s.rope, h * s.rank, s.rank) for h in each])
 
 
 def _nothing(x: Tensor, out: Tensor) -> None:

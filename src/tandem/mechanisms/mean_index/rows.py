@@ -22,8 +22,8 @@ class ChosenLayout:
     block_tables: Tensor
     slots: Tensor
     single_rows: int
-    folded: Tensor | None = None
-    sure: Tensor | None = None
+    state_lens: Tensor | None = None
+    num_verified: Tensor | None = None
     turns: Tensor | None = None
 
     @property

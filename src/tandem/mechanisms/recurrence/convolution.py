@@ -12,10 +12,10 @@ def convolved(new: Tensor, rows: StepRows, ring: Tensor, weight: Tensor, bias: T
     """new [T, C] → float32 [T, C]. ring [slots, R, C], R at least as many as taps, takes in the new rows. weight:
     float32 [taps, C], the newest token's last."""
     taps = len(weight)
-    if rows.alone:  # they may follow each other in one ring
+    if rows.row_per_sequence:  # they may follow each other in one ring
         rows.keep(ring, new)
     known, at = rows.joined(ring, new), rows.keys_of(ring.shape[1], taps)
-    if not rows.alone:  # a ring has no room for all rows of a prompt beside those before
+    if not rows.row_per_sequence:  # a ring has no room for all rows of a prompt beside those before
         rows.keep(ring, new)
     mixed = new.float() * weight[-1]
     for back in range(1, taps):

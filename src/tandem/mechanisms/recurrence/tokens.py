@@ -10,7 +10,7 @@ from torch import Tensor
 class RecurrentTokens(NamedTuple):
     """T rows through H heads, in groups that share what is written and asked; float32."""
 
-    asked: Tensor  # [T, G, K]
+    queries: Tensor  # [T, G, K]
     written: Tensor  # [T, G, K]
     values: Tensor  # [T, H, V]
     decay: Tensor  # [T, H, 1], or [T, H, K]: the logarithm of what the memory is multiplied with

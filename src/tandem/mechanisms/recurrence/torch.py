@@ -72,9 +72,9 @@ class TorchStateUpdates:
         return behind * mixed.to(projected.dtype)
 
     def folded(self, tokens: RecurrentTokens, step: StepContext, memory: Tensor) -> Tensor:
-        shared = tokens.values.shape[1] // tokens.asked.shape[1]
+        shared = tokens.values.shape[1] // tokens.queries.shape[1]
         whole = tokens._replace(
-            asked=tokens.asked.repeat_interleave(shared, 1), written=tokens.written.repeat_interleave(shared, 1)
+            queries=tokens.queries.repeat_interleave(shared, 1), written=tokens.written.repeat_interleave(shared, 1)
         )
         return torch.cat([_sequence(whole, step.rows, s, memory) for s in range(len(step.rows.slots))])
 
@@ -95,7 +95,7 @@ def _corrected(whole: RecurrentTokens, row: int, memory: Tensor) -> Tensor:
     """memory [H, K, V]: before and behind the row."""
     assert whole.beta is not None
     memory *= whole.decay[row].exp()[..., None]
-    written, query = whole.written[row][..., None], whole.asked[row][..., None]
+    written, query = whole.written[row][..., None], whole.queries[row][..., None]
     error = whole.values[row] - (memory * written).sum(1)
     memory += written * (error * whole.beta[row][:, None])[:, None]
     answer: Tensor = (memory * query).sum(1)

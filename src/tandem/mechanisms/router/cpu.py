@@ -27,7 +27,7 @@ class CpuRoute:
         bias: Tensor | None = None,
         shared: int = 0,
         tally: ExpertCounts | None = None,
-        places: Tensor | None = None,
+        slot_of: Tensor | None = None,
         chosen: Tensor | None = None,
     ) -> Routing:
         logits = logits.float().contiguous()
@@ -35,9 +35,9 @@ class CpuRoute:
             self._rules[shared] = _rule(self._router, shared)
         shape = (logits.shape[0], self._router.top_k + shared)
         ids, weights = logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape)
-        counted = () if tally is None else (tally.tokens, tally.seen, tally.chosen)
+        counted = () if tally is None else (tally.tokens, tally.used, tally.chosen)
         self._dense.route(self._rules[shared], logits, bias, ids, weights, *counted)
-        return Routing(ids, weights, None if places is None else places[ids])
+        return Routing(ids, weights, None if slot_of is None else slot_of[ids])
 
 
 def bound(ops: CpuOps, router: Router) -> Route:

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.errors import KernelError
-from tandem.kernels.gpu.overlap import let_next_start, overlapped, wait_for_last
+from tandem.kernels.gpu.dependent_launch import let_next_start, overlapped, wait_for_last
 from tandem.kernels.ops import ExpertCounts, Routing
 from tandem.mechanisms.router.shape import Router
 from tandem.mechanisms.router.torch import Route, in_torch
@@ -66,9 +66,9 @@ def _best(ranks, place, slot, TOP_K: tl.constexpr, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def _route(logits, bias, named, ids, weights, places, chosen_places, tokens, used, rows, width, experts, groups, scale,
+def _route(logits, bias, named, ids, weights, slot_of, chosen_slots, tokens, used, rows, width, experts, groups, scale,
            epsilon, least, TOP_K: tl.constexpr, SHARED: tl.constexpr, SCORE: tl.constexpr, BIAS: tl.constexpr,
-           NAMED: tl.constexpr, NORMALIZE: tl.constexpr, PLACED: tl.constexpr, COUNT: tl.constexpr,
+           NAMED: tl.constexpr, NORMALIZE: tl.constexpr, SLOTTED: tl.constexpr, COUNT: tl.constexpr,
            TOP_GROUPS: tl.constexpr, TWO: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr,
            SLOTS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """Every group has EACH places, a power of two, of which it fills the first ones. What the logits were made of is
@@ -107,8 +107,8 @@ def _route(logits, bias, named, ids, weights, places, chosen_places, tokens, use
     out = t * (TOP_K + SHARED) + slot
     tl.store(ids + out, chosen, slot < TOP_K + SHARED)
     tl.store(weights + out, weight, slot < TOP_K + SHARED)
-    if PLACED:
-        tl.store(chosen_places + out, tl.load(places + chosen, slot < TOP_K + SHARED), slot < TOP_K + SHARED)
+    if SLOTTED:
+        tl.store(chosen_slots + out, tl.load(slot_of + chosen, slot < TOP_K + SHARED), slot < TOP_K + SHARED)
     if COUNT:  # no result is waited for
         counted = routed & (t < tl.load(rows))
         tl.atomic_add(tokens + chosen, 1, counted, sem="relaxed")
@@ -121,22 +121,22 @@ def route(
     bias: Tensor | None = None,
     shared: int = 0,
     tally: ExpertCounts | None = None,
-    places: Tensor | None = None,
+    slot_of: Tensor | None = None,
     chosen: Tensor | None = None,
 ) -> Routing:
     """As `Route`."""
     rows, slots = logits.shape[0], router.top_k + shared
     ids = logits.new_empty((rows, slots), dtype=torch.int32)
     weights = logits.new_empty((rows, slots), dtype=torch.float32)
-    chosen_places = None if places is None else torch.empty_like(ids)
+    chosen_slots = None if slot_of is None else torch.empty_like(ids)
     _route[(rows,)](
         logits, logits if bias is None else bias, ids if chosen is None else chosen.contiguous(), ids, weights,
-        ids if places is None else places,
-        ids if chosen_places is None else chosen_places, *_counted(tally, ids),
+        ids if slot_of is None else slot_of,
+        ids if chosen_slots is None else chosen_slots, *_counted(tally, ids),
         logits.stride(0), router.num_experts, router.num_groups, router.scale, router.epsilon,
         router.least_sum,
         TOP_K=router.top_k, SHARED=shared, SCORE=router.score, BIAS=bias is not None,
-        NAMED=chosen is not None, NORMALIZE=router.normalize, PLACED=places is not None,
+        NAMED=chosen is not None, NORMALIZE=router.normalize, SLOTTED=slot_of is not None,
         COUNT=tally is not None, TOP_GROUPS=router.top_groups, TWO=router.group_score == "top2",
         GROUPS=triton.next_power_of_2(router.num_groups),
         EACH=triton.next_power_of_2(router.num_experts // router.num_groups),
@@ -144,7 +144,7 @@ def route(
     )  # fmt: skip
     if tally is not None and tally.chosen is not None:
         tally.chosen[:rows].copy_(ids[:, : router.top_k])
-    return Routing(ids, weights, chosen_places)
+    return Routing(ids, weights, chosen_slots)
 
 
 def _counted(tally: ExpertCounts | None, unused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -152,7 +152,7 @@ def _counted(tally: ExpertCounts | None, unused: Tensor) -> tuple[Tensor, Tensor
         return unused, unused, unused
     if tally.rows is None or tally.tokens.dtype != torch.int32:
         raise KernelError("on a GPU a tally is int32 and says how many rows count")
-    return tally.tokens, tally.seen, tally.rows
+    return tally.tokens, tally.used, tally.rows
 
 
 def bound(ops: object, router: Router) -> Route:

@@ -23,7 +23,7 @@ class Route(Protocol):
         bias: Tensor | None = None,
         shared: int = 0,
         tally: ExpertCounts | None = None,
-        places: Tensor | None = None,
+        slot_of: Tensor | None = None,
         chosen: Tensor | None = None,
     ) -> Routing:
         """Logits [T, E], float32 or bfloat16, of which rows may lie apart (and score bias [E]) -> the top-k experts
@@ -47,7 +47,7 @@ def route(
     bias: Tensor | None = None,
     shared: int = 0,
     tally: ExpertCounts | None = None,
-    places: Tensor | None = None,
+    slot_of: Tensor | None = None,
     chosen: Tensor | None = None,
 ) -> Routing:
     """As `Route`."""
@@ -67,7 +67,7 @@ def route(
         )
         ids = torch.cat((ids, shared_ids.expand(len(ids), shared)), dim=1)
         weights = torch.cat((weights, weights.new_ones(len(ids), shared)), dim=1)
-    return Routing(ids, weights, None if places is None else places[ids])
+    return Routing(ids, weights, None if slot_of is None else slot_of[ids])
 
 
 def _best(ranks: Tensor, router: Router) -> Tensor:

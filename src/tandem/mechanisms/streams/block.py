@@ -14,7 +14,7 @@ from tandem.mechanisms.streams.shape import Hyper
 from tandem.mechanisms.streams.torch import HyperStreams, HyperWeights, RowNorm, StreamMix, StreamResult
 from tandem.models.builder import Builder
 from tandem.models.passing import ForwardState
-from tandem.models.residual import settle
+from tandem.models.residual import add_pending
 from tandem.spec.state import LANES
 
 
@@ -48,7 +48,7 @@ class MeanOfStreams:
     ops: Ops
 
     def enter(self, p: ForwardState, norm: Tensor, eps: float, first: AfterNorm | None = None) -> Tensor:
-        settle(p)
+        add_pending(p)
         return self.peek(p.residual, norm, eps)
 
     def peek(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.kernels.gpu.dependent_launch import begin, let_next_start, overlapped, wait_for_last
 from tandem.kernels.gpu.linear import GpuLinear
-from tandem.kernels.gpu.overlap import begin, let_next_start, overlapped, wait_for_last
 from tandem.mechanisms.streams.shape import Hyper
 from tandem.mechanisms.streams.torch import HyperStreams, HyperWeights, RowNorm, StreamMix, StreamResult
 

@@ -97,6 +97,6 @@ def close_pools(raw_keys: Tensor, rows: StepRows, cache: PooledKeys, shape: Inde
 
 
 def _shares(gates: Tensor) -> Tensor:
-    """Softmax of [C, pool, dim] over a pool, of whole vectors, as in `mechanisms/shared_kv/pool.py`."""
+    """Softmax of [C, pool, dim] over a pool, of whole vectors, as in `mechanisms/compressed_attention/entries.py`."""
     width = gates.shape[2]
     return F.pad(gates, (0, -width % (2 * LANES))).softmax(1)[:, :, :width]

@@ -43,9 +43,9 @@ class ForeignExperts:
 
     def _sum(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """weights: of each row, or of all. Both sides of a GPU take as many experts of a row as the model has."""
-        places = self._experts.places
+        slot_of = self._experts.slot_of
         routing = Routing(
-            ids, weights.expand(ids.shape).contiguous(), None if places is None else places[ids]
+            ids, weights.expand(ids.shape).contiguous(), None if slot_of is None else slot_of[ids]
         )
         return self._experts.wait(self._experts.submit(x.contiguous(), routing))
 
@@ -76,7 +76,7 @@ class ExpertReader:
         if source.converter is None or self._is_upright(part, source):
             return [self._upright(self._fused(part, source.name, expert))]
         if _merges(source):
-            return [self._one(part, names[expert], len(source.found)) for names in source.found.values()]
+            return [self._one(part, names[expert], len(source.stored_names)) for names in source.stored_names.values()]
         return [self._upright(self._converted(part, source, expert))]
 
     def _is_upright(self, part: str, source: TensorRecipe) -> bool:
@@ -98,7 +98,7 @@ class ExpertReader:
     def _converted(self, part: str, source: TensorRecipe, expert: int) -> Tensor:
         """Through Transformers' converter, with this expert alone."""
         count = self._shapes[part][0]
-        tensors = {p: self._of_expert(names, expert, count) for p, names in source.found.items()}
+        tensors = {p: self._of_expert(names, expert, count) for p, names in source.stored_names.items()}
         by_name = source.converted(self._names[part], self._model, tensors)
         return by_name[self._names[part]][0]
 

@@ -74,18 +74,18 @@ def foreign_model(b: Builder) -> ForeignModel | AloneModel:
     """Loads a model whose configuration says that Transformers' modules run it."""
     code = b.config.foreign
     assert code is not None
-    model = skeleton(code.config_json, b.dtype, None if code.alone else NAME)
+    model = skeleton(code.config_json, b.dtype, None if code.why_single else NAME)
     observation = observe(skeleton(code.config_json, b.dtype))
     loader = WeightLoader(b, model, _ran(model, observation))
     loader.load()
-    if code.alone:
+    if code.why_single:
         return AloneModel(model, loader.experts)
     return ForeignModel(model, loader.experts, _attention(b, model, observation))
 
 
 def _ran(model: Any, observation: Observation) -> set[str]:
     """Modules that text passes through; all where the pass did not come to its end."""
-    return {name for name, _ in model.named_modules()} if observation.alone else observation.ran
+    return {name for name, _ in model.named_modules()} if observation.why_single else observation.ran
 
 
 def _attention(b: Builder, model: Any, observation: Observation) -> dict[int, PagedAttention]:

@@ -21,18 +21,18 @@ class TensorRecipe:
     the checkpoint by the converter's patterns, in the order of their numbers."""
 
     converter: Any = None
-    found: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    stored_names: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
 
     @property
     def name(self) -> str:
         """Where there is one."""
-        return next(iter(self.found.values()))[0]
+        return next(iter(self.stored_names.values()))[0]
 
     def converted(self, target: str, model: Any, tensors: dict[str, list[Tensor]]) -> dict[str, Tensor]:
         """The module tensors that the converter makes of `tensors`, by name."""
         work = copy.deepcopy(self.converter)
         for pattern, each in tensors.items():
-            for name, tensor in zip(self.found[pattern], each, strict=False):
+            for name, tensor in zip(self.stored_names[pattern], each, strict=False):
                 work.add_tensor(target, name, pattern, lambda tensor=tensor: tensor)
         by_name = work.convert(target, model=model, config=model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in by_name.items()}
@@ -63,7 +63,7 @@ def sources(model: Any, names: Iterable[str]) -> tuple[dict[str, TensorRecipe], 
             unused.append(name)
             continue
         source = by_target.setdefault(target, TensorRecipe(by_pattern.get(pattern) if pattern else None))
-        source.found[pattern or name].append(name)
+        source.stored_names[pattern or name].append(name)
     return by_target, unused
 
 

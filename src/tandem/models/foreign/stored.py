@@ -21,14 +21,14 @@ class StoredTensors:
     def __init__(self, model: Any, checkpoint: Checkpoint) -> None:
         self._model, self.checkpoint = model, checkpoint
         self.targets: dict[str, Tensor] = model.state_dict()
-        self.found, self.unused = sources(model, checkpoint.names())
+        self.recipes, self.unused = sources(model, checkpoint.names())
         self._tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
         self._wide = _patterns(getattr(model, "_keep_in_fp32_modules_strict", None))
         self._absent = _patterns(getattr(model, "_keys_to_ignore_on_load_missing", None))
 
     def source(self, name: str) -> TensorRecipe | None:
         """Source of the tensor, or of the one that it is tied to; None where no file has it."""
-        return self.found.get(name if name in self.found else self._tied.get(name, name))
+        return self.recipes.get(name if name in self.recipes else self._tied.get(name, name))
 
     def plain(self, name: str) -> str | None:
         """Name of the tensor in the checkpoint; None where it is not stored as it is."""
@@ -52,8 +52,8 @@ class StoredTensors:
         if source.converter is None:
             by_name = {name: self.numbers(source.name)}
         else:
-            tensors = {p: [self.numbers(each) for each in names] for p, names in source.found.items()}
-            target = next(t for t, s in self.found.items() if s is source)
+            tensors = {p: [self.numbers(each) for each in names] for p, names in source.stored_names.items()}
+            target = next(t for t, s in self.recipes.items() if s is source)
             by_name = source.converted(target, self._model, tensors)
         return {each: self._checked(each, tensor) for each, tensor in by_name.items()}
 

@@ -22,7 +22,7 @@ def why_apart(request: MemoryRequest, gpu: bool) -> str:
     if not _alike(model, fmt, request.dtype, stored):
         return "routed experts have a format of their own"
     if model.moe.fusible_shared == 0:
-        differs = model.moe.apart or model.moe.experts.latent > 0
+        differs = model.moe.separate_shared or model.moe.experts.latent > 0
         other = "differs from routed ones" if differs else "is no multiple of a routed one"
         why = "has its own gate" if model.moe.shared_gate else other
         return f"the shared expert {why}"

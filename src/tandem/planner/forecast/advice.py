@@ -71,8 +71,8 @@ class PlanQuestion:
     def changed(self, changes: Changes) -> EngineConfig:
         """A flag with its default value counts as one that was not given."""
         left_out = {name for name, value in changes.items() if value == _DEFAULTS[name]}
-        field_names = (self.config.given | set(changes)) - left_out
-        return dataclasses.replace(self.config, **changes, given=field_names)
+        field_names = (self.config.explicit | set(changes)) - left_out
+        return dataclasses.replace(self.config, **changes, explicit=field_names)
 
     def predicted(
         self, plan: Plan, batches: tuple[int, ...] = (1,), context: int = CONTEXT, prompt: int = PROMPT

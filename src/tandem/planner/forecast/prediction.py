@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tandem.mechanisms.cost import cost_of
-from tandem.planner.cuda_graphs import prompt_graph_rows, split_sizes
+from tandem.planner.cuda_graphs import prefill_graph_rows, split_sizes
 from tandem.planner.forecast.attention import attention_flops
 from tandem.planner.forecast.bound import distinct_experts, experts_seconds
 from tandem.planner.forecast.speeds import Speeds
@@ -268,8 +268,8 @@ def _gpu_chunk(case: Case, rows: int, attention_flops: float, on_cpu: float) -> 
     seconds that the CPU would take for those. A graph computes all of its rows, and the host starts nothing."""
     model, speeds, replayed = case.model, case.speeds, _replayed(case, rows)
     rows = replayed or rows
-    travelling, ram_seconds = _ram_experts(case, rows, on_cpu)
-    shared = 0.0 < travelling < 1.0 and _may_be_shared(case, rows)
+    streamed_share, ram_seconds = _ram_experts(case, rows, on_cpu)
+    shared = 0.0 < streamed_share < 1.0 and _may_be_shared(case, rows)
     starts = 0.0 if replayed or shared else sum(map(_eager_kernels, model.layers)) * speeds.launch_seconds
     dense_flops = 2.0 * rows * (model.dense_params - model.vocab * model.hidden)
     passes = 2.0 * rows * model.hidden * ROW_PASSES / speeds.gpu_gbps / 1e9 + PROMPT_KERNELS * speeds.kernel_seconds
@@ -278,11 +278,13 @@ def _gpu_chunk(case: Case, rows: int, attention_flops: float, on_cpu: float) -> 
         "attention": attention_flops / speeds.gpu_flops / GPU_ATTENTION_SHARE
         + sum(cost_of(mixer).prompt_seconds(rows, speeds.gpu_gbps) for mixer in model.mixers),
     }
-    gpu_share = case.gpu_share + (1 - case.gpu_share) * travelling
+    gpu_share = case.gpu_share + (1 - case.gpu_share) * streamed_share
     ways = [
         others | {"experts on the GPU": _gpu_experts(case, rows, gpu_share)},
         {"starting kernels": starts},
-        {"experts over the bus": ram_seconds} if travelling == 1.0 else others | {"experts in CPU memory": ram_seconds},
+        {"experts over the bus": ram_seconds}
+        if streamed_share == 1.0
+        else others | {"experts in CPU memory": ram_seconds},
     ]
     longest = max(ways, key=lambda parts: sum(parts.values()))
     return longest | {"its start and end": GPU_CHUNK_SECONDS}
@@ -291,7 +293,7 @@ def _gpu_chunk(case: Case, rows: int, attention_flops: float, on_cpu: float) -> 
 def _replayed(case: Case, rows: int) -> int:
     """Rows of the graph in which a chunk is replayed that nobody decodes beside: where no expert is elsewhere."""
     gpu = case.plan.gpu
-    return 0 if gpu is None or case.gpu_share < 1.0 else prompt_graph_rows(gpu.prompt_sizes, rows)
+    return 0 if gpu is None or case.gpu_share < 1.0 else prefill_graph_rows(gpu.prompt_sizes, rows)
 
 
 def _ram_experts(case: Case, rows: int, on_cpu: float) -> tuple[float, float]:
@@ -313,7 +315,7 @@ def _may_be_shared(case: Case, rows: int) -> bool:
     gpu = case.plan.gpu
     if gpu is None or not gpu.streams_experts:
         return False
-    return prompt_graph_rows(split_sizes(gpu.prompt_sizes), rows) > 0
+    return prefill_graph_rows(split_sizes(gpu.prompt_sizes), rows) > 0
 
 
 def _gpu_experts(case: Case, rows: int, share: float) -> float:

@@ -1,4 +1,5 @@
-"""`told`: what a plan of several ranks says beyond one rank's: all GPUs of the machine, and how ranks meet."""
+"""`with_rank_notices`: what a plan of several ranks says beyond one rank's: all GPUs of the machine, and how ranks
+meet."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from tandem.planner.ranks.ranked import gpu_of_rank
 from tandem.spec.model_config import ModelConfig
 
 
-def told(plan: Plan, model: ModelConfig, machine: Machine) -> Plan:
+def with_rank_notices(plan: Plan, model: ModelConfig, machine: Machine) -> Plan:
     """model and machine: of all ranks together."""
     if plan.ranks == 1:
         return plan

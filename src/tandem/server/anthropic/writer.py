@@ -13,7 +13,7 @@ from tandem.engine.protocol import TokenOutput
 from tandem.server.anthropic.errors import error_body
 from tandem.server.anthropic.schema import MessageResponse, OutputDetails, Usage
 from tandem.server.chat.answer_parser import AnswerParser
-from tandem.server.chat.collect import AnsweredCall, CutCall, SettledEvent
+from tandem.server.chat.collect import AnsweredCall, CollectedEvent, CutCall
 from tandem.server.chat.events import Finish, ReasoningDelta, TextDelta
 from tandem.server.chat.one_answer import OneAnswer
 from tandem.server.chat.tools_in_text import arguments_object
@@ -43,7 +43,7 @@ class MessageWriter:
     # --- whole
 
     def take(self, outputs: list[TokenOutput]) -> list[Event]:
-        return [new for event in self._answer.settled(outputs) for new in self._blocks.add(event)]
+        return [new for event in self._answer.collected(outputs) for new in self._blocks.add(event)]
 
     def whole(self) -> MessageResponse:
         return MessageResponse(
@@ -116,7 +116,7 @@ class _BlockWriter:
     def whole(self) -> list[dict[str, Any]]:
         return self._done
 
-    def add(self, event: SettledEvent) -> Iterator[Event]:
+    def add(self, event: CollectedEvent) -> Iterator[Event]:
         match event:
             case TextDelta(text):
                 yield from self._grow("text", text, {"type": "text_delta", "text": text})

@@ -100,7 +100,7 @@ class FormattedText:
         self._markup = markup
         self._events: list[ChatEvent | Markup] = []
         self._source = AnswerSource()
-        self._said = ShownText(self._source, self._events.append, self._drop)
+        self._shown_text = ShownText(self._source, self._events.append, self._drop)
         self._calls = 0
         self._muted = False
         self._complete = False
@@ -118,7 +118,7 @@ class FormattedText:
 
     @property
     def reasoning(self) -> bool:
-        return self._said.reasoning
+        return self._shown_text.reasoning
 
     def push(self, text: str) -> list[ChatEvent]:
         self._source.add(text)
@@ -127,7 +127,7 @@ class FormattedText:
     def end(self, reason: str) -> list[ChatEvent]:
         self._source.end(cut=reason in _CUT)
         events = self._advance()
-        self._said.end()
+        self._shown_text.end()
         events += self._advance()
         if self._reasoning:
             events.append(ReasoningDelta("".join(self._reasoning)))
@@ -165,24 +165,24 @@ class FormattedText:
         tools = rules.tool_format if rules.tools else None
         call = CallWriter(rules.tools, tools.ids if tools else "call", self._call_event, rules.earlier_calls)
         if rules.in_reasoning and rules.reasoning_format is not None:
-            self._said.marker("")
-            self._said.reasoning = True
+            self._shown_text.marker("")
+            self._shown_text.reasoning = True
         if rules.tool_format and rules.tool_format.channels:
             split = rules.reasoning_format is not None
-            return ChannelReader(self._source, self._said, call, rules.tool_format.channels, split).run()
-        return AnswerReader(self._source, self._said, call, tools, rules.reasoning_format).run()
+            return ChannelReader(self._source, self._shown_text, call, rules.tool_format.channels, split).run()
+        return AnswerReader(self._source, self._shown_text, call, tools, rules.reasoning_format).run()
 
     def _as_text(self) -> Reading[None]:
         while not self._source.ended:
-            self._said.say(self._source.take(len(self._source.text)))
+            self._shown_text.say(self._source.take(len(self._source.text)))
             yield
-        self._said.say(self._source.take(len(self._source.text)))
+        self._shown_text.say(self._source.take(len(self._source.text)))
 
     def _call_event(self, event: ChatEvent) -> None:
         """A call ends reasoning. Where only one may be made, further ones are dropped."""
         if isinstance(event, ToolCallStart):
-            self._said.marker("")
-            self._said.reasoning = False
+            self._shown_text.marker("")
+            self._shown_text.reasoning = False
             self._muted = self._calls > 0 and not self._rules.parallel
             self._calls += 1
         if isinstance(event, ToolCallEnd):

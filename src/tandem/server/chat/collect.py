@@ -1,4 +1,4 @@
-"""`SettledCalls`: an answer's events with whole calls, for whoever cannot take a call back; `ChatAnswer`, all of it
+"""`CollectedCalls`: an answer's events with whole calls, for whoever cannot take a call back; `ChatAnswer`, all of it
 together."""
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ class CutCall:
     raw: str
 
 
-SettledEvent = ReasoningDelta | TextDelta | AnsweredCall | CutCall | Finish
+CollectedEvent = ReasoningDelta | TextDelta | AnsweredCall | CutCall | Finish
 
 
-class SettledCalls:
+class CollectedCalls:
     """A call comes as a whole, when it is known to be one. A malformed call comes as text, also in a stream."""
 
     def __init__(self) -> None:
         self._call = AnsweredCall("", "")
         self._fragments: list[str] = []
 
-    def push(self, events: Iterable[ChatEvent]) -> list[SettledEvent]:
-        return [settled for event in events if (settled := self._settle(event)) is not None]
+    def push(self, events: Iterable[ChatEvent]) -> list[CollectedEvent]:
+        return [collected for event in events if (collected := self._collect(event)) is not None]
 
-    def _settle(self, event: ChatEvent) -> SettledEvent | None:
+    def _collect(self, event: ChatEvent) -> CollectedEvent | None:
         match event:
             case ToolCallStart(_, call_id, name):
                 self._call = AnsweredCall(call_id, name)
@@ -63,7 +63,7 @@ class SettledCalls:
             case _:
                 return event
 
-    def _ended(self, end: ToolCallEnd) -> SettledEvent | None:
+    def _ended(self, end: ToolCallEnd) -> CollectedEvent | None:
         call, arguments = self._call, "".join(self._fragments)
         if end.outcome == "complete":
             return AnsweredCall(call.id, call.name, arguments)
@@ -89,7 +89,7 @@ class ChatAnswer:
 def whole_answer(events: Iterable[ChatEvent]) -> ChatAnswer:
     """`events`: all of one answer, in order."""
     answer = ChatAnswer()
-    for event in SettledCalls().push(events):
+    for event in CollectedCalls().push(events):
         match event:
             case ReasoningDelta(text):
                 answer.reasoning += text

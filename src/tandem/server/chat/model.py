@@ -55,14 +55,15 @@ class ChatTokenizer(TemplateTokenizer, Protocol):
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
     """A request to submit, and how to read each of its answers: every answer needs its own parser. `ignored`: places in
-    strict tools that calls cannot be held to, and images that are not shown. `seen`: keeps the pixels of `images`."""
+    strict tools that calls cannot be held to, and images that are not shown. `prepared`: keeps the pixels of
+    `images`."""
 
     prompt_ids: list[int]
     sampling: SamplingSettings
     rules: AnswerRules
     ignored: tuple[str, ...] = ()
     images: tuple[ImageSpan, ...] = ()
-    seen: tuple[PreparedImage, ...] = ()
+    prepared: tuple[PreparedImage, ...] = ()
 
     def new_parser(self) -> AnswerParser:
         return self.rules.new_parser()

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from tandem.engine.protocol import TokenOutput
 from tandem.server.chat.answer_parser import AnswerParser
-from tandem.server.chat.collect import SettledCalls, SettledEvent
+from tandem.server.chat.collect import CollectedCalls, CollectedEvent
 from tandem.server.chat.events import ChatEvent, Finish, joined
 
 
@@ -18,11 +18,11 @@ class OneAnswer:
         self.stop_match: str | int | None = None
         self.prompt_tokens = self.cached_tokens = self.completion_tokens = self.reasoning_tokens = 0
         self._parser = parser
-        self._settled = SettledCalls()
+        self._calls = CollectedCalls()
 
-    def settled(self, outputs: Iterable[TokenOutput]) -> list[SettledEvent]:
+    def collected(self, outputs: Iterable[TokenOutput]) -> list[CollectedEvent]:
         """New events of these outputs. The last of all is `Finish`."""
-        return [event for output in outputs for event in self._settled.push(self.events(output))]
+        return [event for output in outputs for event in self._calls.push(self.events(output))]
 
     def events(self, output: TokenOutput) -> list[ChatEvent]:
         """The same, with calls as the model writes them. What several tokens add to one text is one event."""

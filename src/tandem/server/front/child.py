@@ -66,7 +66,7 @@ class Child:
         self._socket, self._command = socket, command
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._said: list[str] = []
+        self._output: list[str] = []
         self.watchers: list[asyncio.Task[None]] = []  # of the process that is loaded
         self.idle.set()
         self.gone.set()
@@ -105,7 +105,7 @@ class Child:
 
     async def start(self) -> None:
         """Until it takes requests. Raises EngineError with the reason; nothing is left running then."""
-        self.life, self._said = Life.LOADING, []
+        self.life, self._output = Life.LOADING, []
         log.info("%s is being loaded", self.name)
         began = time.monotonic()
         self.sleep.starts()
@@ -179,8 +179,8 @@ class Child:
         assert process.stdout is not None
         while output := await process.stdout.read(_READ_BYTES):
             for line in output.decode(errors="replace").splitlines():
-                if line.startswith("error: ") or self._said:
-                    self._said.append(line.removeprefix("error: "))
+                if line.startswith("error: ") or self._output:
+                    self._output.append(line.removeprefix("error: "))
                 if line.strip():
                     print(f"[{self.name}] {line}", flush=True)
 
@@ -198,7 +198,7 @@ class Child:
             ended.cancel()
         if self._reading is not None:
             await asyncio.wait({self._reading}, timeout=1.0)  # its last words
-        reason = " ".join(part.strip() for part in self._said)[:_MOST_REASON_CHARS]
+        reason = " ".join(part.strip() for part in self._output)[:_MOST_REASON_CHARS]
         raise EngineError(f"{self.name} cannot be loaded: {reason or exit_reason(ended.result())}")
 
     async def _json(self, path: str) -> Any:

@@ -33,7 +33,7 @@ class Models:
         self._most_waiting = MAX_OPEN_ANSWERS if most_waiting is None else most_waiting
         self.stay_seconds = file.stay_seconds
         self._room, self._folder, self._command, self._drain_seconds = room, folder, command, shutdown_timeout
-        self._made = 0
+        self._count = 0
         self._children: dict[str, Child] = {}
         self._loading = asyncio.Lock()  # one at a time, in turn: a plan counts on the memory that is free
         self._loads: dict[Child, asyncio.Task[None]] = {}
@@ -201,8 +201,8 @@ class Models:
         await self.unload(child)
 
     def _add(self, entry: ModelEntry) -> None:
-        self._made += 1
-        self._children[entry.name] = Child(entry, self._folder / socket_name(self._made), self._command)
+        self._count += 1
+        self._children[entry.name] = Child(entry, self._folder / socket_name(self._count), self._command)
 
     def hurry(self) -> None:
         """Requests that still run have had their time."""

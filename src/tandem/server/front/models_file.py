@@ -51,7 +51,7 @@ class ModelsFile:
 def read_models(config: EngineConfig) -> ModelsFile:
     """config: its flags hold for all models. Raises ConfigError with every reason."""
     path = Path(str(config.models)).expanduser()
-    common = {name: getattr(config, name) for name in config.given - FRONT_FLAGS}
+    common = {name: getattr(config, name) for name in config.explicit - FRONT_FLAGS}
     if path.is_dir():
         return _of_directory(path, common, config.sleep_idle_seconds)
     try:

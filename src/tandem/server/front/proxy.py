@@ -125,11 +125,11 @@ async def _succeeded(task: asyncio.Task[None]) -> bool:
 
 
 class Out:
-    """The answer to the front's client. `begun`: it has a status. `said`: it has more than that it waits."""
+    """The answer to the front's client. `begun`: it has a status. `sent`: it has more than that it waits."""
 
     def __init__(self, path: str, model: str, scope: Scope, send: Send, may_wait: bool) -> None:
         """may_wait: whether it is a stream, which can begin before its model is there."""
-        self.model, self.may_wait, self.begun, self.said = model, may_wait, False, False
+        self.model, self.may_wait, self.begun, self.sent = model, may_wait, False, False
         self._path, self._scope, self._send = path, scope, send
         self._last, self._ends = b"\n", False
 
@@ -146,7 +146,7 @@ class Out:
             await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def part(self, data: bytes) -> None:
-        self.said = True
+        self.sent = True
         last = self._last + data
         self._ends, self._last = self._ends or begins_to_end(self._path, last), last[-END_BYTES:]
         await self._more(data)

@@ -33,10 +33,10 @@ async def run_while_wanted(
     try:
         await app(scope, connection.receive, connection.send)
     except asyncio.CancelledError:
-        if not (connection.lost or connection.late):
+        if not (connection.lost or connection.timed_out):
             raise  # somebody else's cancellation
         connection.task.uncancel()
-        if deadline is not None and connection.late:
+        if deadline is not None and connection.timed_out:
             await error_response(deadline.error(), scope)(scope, receive, send)
     finally:
         connection.close()
@@ -50,7 +50,7 @@ class _Connection:
         assert task is not None, "a request is handled by a task"
         self.task = task
         self.lost = False
-        self.late = False
+        self.timed_out = False
         self._receive = receive
         self._send = send
         self._begun = self._ended = False  # the answer
@@ -85,12 +85,12 @@ class _Connection:
 
     def _ring(self) -> None:
         if not (self._begun or self.lost):
-            self.late = True
+            self.timed_out = True
             self.task.cancel()
 
     async def _wait(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        if not (self._ended or self.late):
+        if not (self._ended or self.timed_out):
             self.lost = True
             self.task.cancel()

@@ -9,7 +9,7 @@ import msgspec
 
 from tandem.engine.protocol import TokenOutput
 from tandem.server.chat.answer_parser import AnswerParser
-from tandem.server.chat.collect import AnsweredCall, CutCall, SettledEvent
+from tandem.server.chat.collect import AnsweredCall, CollectedEvent, CutCall
 from tandem.server.chat.events import Finish, ReasoningDelta, TextDelta
 from tandem.server.chat.one_answer import OneAnswer
 from tandem.server.chat.tools_in_text import arguments_object
@@ -28,7 +28,7 @@ class OllamaWriter:
     def __init__(self, model: str, parser: AnswerParser, *, chat: bool) -> None:
         self._model, self._chat = model, chat
         self._answer = OneAnswer(parser)
-        self._events: list[SettledEvent] = []  # of a whole answer
+        self._events: list[CollectedEvent] = []  # of a whole answer
         self._calls = 0
         self._began = time.monotonic_ns()
         self._first_at = self._began
@@ -51,13 +51,13 @@ class OllamaWriter:
     def whole(self) -> StreamLine:
         return self._chunk(self._events, done=True)
 
-    def _new(self, outputs: list[TokenOutput]) -> list[SettledEvent]:
+    def _new(self, outputs: list[TokenOutput]) -> list[CollectedEvent]:
         if self._answer.completion_tokens == 0:
             self._first_at = time.monotonic_ns()
-        events = self._answer.settled(outputs)
+        events = self._answer.collected(outputs)
         return [event for event in events if not isinstance(event, Finish)]
 
-    def _chunk(self, events: list[SettledEvent], done: bool = False) -> StreamLine:
+    def _chunk(self, events: list[CollectedEvent], done: bool = False) -> StreamLine:
         text = "".join(map(_text, events))
         thinking = "".join(event.text for event in events if isinstance(event, ReasoningDelta)) or None
         chunk = StreamLine(model=self._model, created_at=now(), done=done)
@@ -91,7 +91,7 @@ class OllamaWriter:
         return msgspec.json.encode(chunk) + b"\n"
 
 
-def _text(event: SettledEvent) -> str:
+def _text(event: CollectedEvent) -> str:
     """A call's arguments are an object here, so one that was cut can only be text."""
     if isinstance(event, CutCall):
         return event.raw

@@ -43,7 +43,7 @@ class Pixels:
 
     def __init__(self, resized: Resized, processor: Processor) -> None:
         self._file = -1  # for `__del__`, where there are no more files
-        decoded = resized.found
+        decoded = resized.decoded
         self.grid: Grid = processor.grid(decoded.height, decoded.width)
         self.nbytes = len(resized.pixels)
         self._file = os.memfd_create("image", os.MFD_CLOEXEC)
@@ -224,7 +224,7 @@ class ImageReader:
         finally:
             seconds = time.monotonic() - began
             self.counts.seconds, budget.seconds = self.counts.seconds + seconds, budget.seconds + seconds
-        decoded = resized.found
+        decoded = resized.decoded
         rows = self._processor.tokens(self._processor.grid(decoded.height, decoded.width))
         pixels = None if sizes else Pixels(resized, self._processor)
         return PreparedImage(rows, decoded.source_pixels, decoded.frames > 1, pixels)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.server.chat.collect import AnsweredCall, CutCall, SettledEvent
+from tandem.server.chat.collect import AnsweredCall, CollectedEvent, CutCall
 from tandem.server.chat.conversation import Message, ToolCall
 from tandem.server.chat.events import Finish, ReasoningDelta, TextDelta
 from tandem.server.openai_sampling import new_id
@@ -49,7 +49,7 @@ class Items:
         self._calls: list[ToolCall] = []
         self._open: _Open | None = None
 
-    def add(self, event: SettledEvent) -> Iterator[Event]:
+    def add(self, event: CollectedEvent) -> Iterator[Event]:
         match event:
             case TextDelta(text):
                 yield from self._grow(text, reasoning=False)

@@ -47,7 +47,7 @@ class ResponseWriter:
     # --- whole
 
     def take(self, outputs: list[TokenOutput]) -> list[Event]:
-        return [new for event in self._answer.settled(outputs) for new in self._items.add(event)]
+        return [new for event in self._answer.collected(outputs) for new in self._items.add(event)]
 
     def whole(self) -> Response:
         reason = _CUT.get(self._answer.finish)

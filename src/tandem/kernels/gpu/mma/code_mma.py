@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.gpu.code_tiles import PANEL
+from tandem.kernels.gpu.dependent_launch import can_overlap
 from tandem.kernels.gpu.mma.activated import activation_steps
 from tandem.kernels.gpu.mma.mma_source import (
     STEP,
@@ -28,7 +29,6 @@ from tandem.kernels.gpu.mma.mma_source import (
     kind_of,
 )
 from tandem.kernels.gpu.nvrtc import available, compiled, cuda_source, launch
-from tandem.kernels.gpu.overlap import can_overlap
 from tandem.kernels.gpu.panels import Panels
 from tandem.spec.activation import Activation
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.kernels.gpu.dependent_launch import can_overlap
 from tandem.kernels.gpu.expert_rows import ExpertActivation, slots_of
 from tandem.kernels.gpu.mma.activated import activation_steps
 from tandem.kernels.gpu.mma.mma_source import (
@@ -29,7 +30,6 @@ from tandem.kernels.gpu.mma.mma_source import (
     kind_of,
 )
 from tandem.kernels.gpu.nvrtc import available, compiled, cuda_source, launch
-from tandem.kernels.gpu.overlap import can_overlap
 from tandem.kernels.gpu.panels import Panels
 from tandem.kernels.ops import Routing
 from tandem.spec.activation import SILU, Activation

@@ -102,7 +102,7 @@ class PromptExperts:
         self.codes = all(code_product.reads(panels, device) for panels in (gate_up, down))
         self.hidden, self.width = gate_up.depth, between.width
         self.at_once = experts_at_once(_memory(device), experts, self.hidden, self.width)
-        self._made: Tensor | None = None
+        self._scratch: Tensor | None = None
 
     @staticmethod
     def reads(matrices: tuple[Panels, Panels], between: ExpertActivation) -> bool:
@@ -148,10 +148,10 @@ class PromptExperts:
     def _unpacked(self, part: ExpertGroup, counts: Tensor, key: int) -> tuple[Tensor, Tensor]:
         """Gate and up [experts, 2 width, hidden], down [experts, hidden, width]."""
         each = self.width * self.hidden
-        if self._made is None:
+        if self._scratch is None:
             nbytes = max(self.at_once, part.count) * unpacked_bytes(self.hidden, self.width)
-            self._made = _scratch(part.packed.pool.device, nbytes)
-        scratch = self._made
+            self._scratch = _scratch(part.packed.pool.device, nbytes)
+        scratch = self._scratch
         first = part.count * 2 * self.between.rows * self.hidden
         gate_up, down, _ = scratch.split([first, part.count * each, scratch.numel() - first - part.count * each])
         gate_up = gate_up.view(part.count, 2 * self.between.rows, self.hidden)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tandem.errors import RankLost
+from tandem.kernels.gpu.dependent_launch import can_overlap
 from tandem.kernels.gpu.nvrtc import compiled, cuda_source, launch
-from tandem.kernels.gpu.overlap import can_overlap
 from tandem.kernels.gpu.ranks.lane_memory import LaneMemory
 from tandem.kernels.ranks.meeting import Meeting
 from tandem.planner.ranks.ranked import MOST_GPU_RANKS
@@ -68,7 +68,7 @@ class Lane:
         self._memory = LaneMemory(lane, nbytes, meeting)
         self._state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
         self._counts = torch.zeros(2, max(SHORT_BLOCKS, LONG_BLOCKS), dtype=torch.int32, device=device)
-        self._told = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._stopped = torch.zeros(1, dtype=torch.int32, pin_memory=True)
 
     def be_patient(self, seconds: float) -> None:
         """So long does a sum wait for other ranks from now on, those in recorded graphs as well."""
@@ -102,10 +102,10 @@ class Lane:
         launch(
             kernel, blocks, THREADS, torch.cuda.current_stream(self.device).cuda_stream,
             x, out, *memories, self._state.data_ptr(), self._counts[0 if start == 0 else 1].data_ptr(),
-            self._told.data_ptr(), *sizes, overlap=can_overlap(self.device),
+            self._stopped.data_ptr(), *sizes, overlap=can_overlap(self.device),
         )  # fmt: skip
 
     def check(self) -> None:
         """Raises RankLost where a sum was not answered."""
-        if rank := int(self._told[0]):
+        if rank := int(self._stopped[0]):
             raise RankLost(f"rank {rank - 1} did not answer a sum of rank {self.rank} in time")

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.gpu.dependent_launch import begin, overlapped
 from tandem.mechanisms.channel_delta.torch import ChannelGates, ChannelWeights
 from tandem.mechanisms.delta_net.gpu.parts import softplus
 from tandem.mechanisms.delta_net.torch import UNIT_EPS
@@ -76,13 +76,13 @@ def keyed(mixed: Tensor, gates: ChannelGates, weights: ChannelWeights) -> Recurr
     return tokens
 
 
-def normed(seen: Tensor, behind: Tensor, copied: Tensor | None, weights: ChannelWeights) -> Tensor:
+def normed(answers: Tensor, behind: Tensor, copied: Tensor | None, weights: ChannelWeights) -> Tensor:
     """As `channel_result`. copied: of which row each has the result, where rows may fill up a graph."""
-    rows, heads, dim = seen.shape
+    rows, heads, dim = answers.shape
     out, pairs = behind.new_empty((rows, heads * dim)), rows * heads
     _normed[(triton.cdiv(pairs, PAIRS),)](
-        seen, behind.contiguous(), weights.norm, seen if copied is None else copied, out, pairs, weights.eps,
+        answers, behind.contiguous(), weights.norm, answers if copied is None else copied, out, pairs, weights.eps,
         HEADS=heads, DIM=dim, DB=triton.next_power_of_2(dim), PAIRS=PAIRS, COPIES=copied is not None, num_warps=4,
-        **overlapped(seen.device),
+        **overlapped(answers.device),
     )  # fmt: skip
     return out

@@ -54,13 +54,13 @@ def inverse(a, CHUNK: tl.constexpr, SMALL: tl.constexpr, PRECISION: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["first", "sequences"])
-def within(qk, gates, decay, dt_bias, starts, solved, seen, logs, betas, first, sequences, CHUNK: tl.constexpr,
+def within(qk, gates, decay, dt_bias, starts, solved, query_scores, logs, betas, first, sequences, CHUNK: tl.constexpr,
            SMALL: tl.constexpr, AT_ONCE: tl.constexpr, V_HEADS: tl.constexpr, K_HEADS: tl.constexpr,
            GROUP: tl.constexpr, K_DIM: tl.constexpr, GATES: tl.constexpr, B_FIRST: tl.constexpr,
            B_STEP: tl.constexpr, A_FIRST: tl.constexpr, A_STEP: tl.constexpr, KB: tl.constexpr,
            PRECISION: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
-    """solved: (I + A)^-1; seen: q . k with decays; both [T, V_HEADS, CHUNK]: a row's columns are its chunk's rows.
-    logs: G, betas: float32 [T, V_HEADS]."""
+    """solved: (I + A)^-1; query_scores: q . k with decays; both [T, V_HEADS, CHUNK]: a row's columns are its chunk's
+    rows. logs: G, betas: float32 [T, V_HEADS]."""
     s, block = sequence_of(starts + first, sequences - first, tl.program_id(0), CHUNK, AT_ONCE)
     s += first
     if s >= sequences:
@@ -86,4 +86,4 @@ def within(qk, gates, decay, dt_bias, starts, solved, seen, logs, betas, first, 
     to = (rows[:, None] * V_HEADS + head) * CHUNK + r[None, :]
     tl.store(solved + to, inverse(a, CHUNK, SMALL, EXACT).to(kind), inside[:, None])
     pairs = tl.dot(q, tl.trans(k), input_precision=PRECISION) * fade
-    tl.store(seen + to, pairs.to(kind), inside[:, None])
+    tl.store(query_scores + to, pairs.to(kind), inside[:, None])

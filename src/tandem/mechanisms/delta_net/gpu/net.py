@@ -45,16 +45,16 @@ class GpuDelta:
         rows, sequences = len(projected), len(batch.seq_lens)
         single = sequences if rows == sequences else batch.single_rows
         out, projected = projected.new_empty((rows, self._shape.values)), projected.contiguous()
-        if single and batch.folded is None:
+        if single and batch.state_lens is None:
             gates = gates if multiplies(gates) else gate_matrix(gates).contiguous()
             step(self._shape, self._weights, (projected, gates), batch, single, state, out)
             if single == sequences:
                 return out
         bound = self._shape, self._weights, (projected, gate_matrix(gates).contiguous())
-        if single and batch.folded is not None:
+        if single and batch.state_lens is not None:
             verify(*bound, batch, range(single), state, out)
         if single < sequences:
-            if batch.folded is not None:
+            if batch.state_lens is not None:
                 verify(*bound, batch, range(single, sequences), state, out, before=True)
             chunks = Chunks(batch.query_starts, batch.seq_lens, batch.slots)
             prompt(*bound, chunks, single, state, out)

@@ -37,7 +37,7 @@ class DeltaIntermediates(NamedTuple):
     qk: Tensor  # [T, 2 K, k_dim]
     v: Tensor  # [T, V, v_dim]
     solved: Tensor  # [T, V, CHUNK]
-    seen: Tensor  # [T, V, CHUNK]
+    query_scores: Tensor  # [T, V, CHUNK]
     logs: Tensor  # float32 [T, V]
     betas: Tensor  # float32 [T, V]
     read: Tensor  # [T, V, v_dim]

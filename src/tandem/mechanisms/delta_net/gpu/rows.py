@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.batch_layout import KernelBatch
+from tandem.kernels.gpu.dependent_launch import can_overlap
 from tandem.kernels.gpu.nvrtc import available, compiled, cuda_source, launch
-from tandem.kernels.gpu.overlap import can_overlap
 from tandem.mechanisms.delta_net.gpu.parts import constants
 from tandem.mechanisms.delta_net.shape import DeltaRule
 from tandem.mechanisms.delta_net.torch import UNIT_EPS, DeltaState, DeltaWeights

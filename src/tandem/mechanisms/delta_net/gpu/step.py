@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.kernels.batch_layout import KernelBatch
+from tandem.kernels.gpu.dependent_launch import let_next_start, overlapped, wait_for_last
 from tandem.kernels.gpu.linear import GpuLinear
-from tandem.kernels.gpu.overlap import let_next_start, overlapped, wait_for_last
 from tandem.mechanisms.delta_net.gpu import rows as rows_in_cuda
 from tandem.mechanisms.delta_net.gpu.parts import (
     activated,

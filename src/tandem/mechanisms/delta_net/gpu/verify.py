@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.kernels.batch_layout import KernelBatch
-from tandem.kernels.gpu.overlap import let_next_start, overlapped, wait_for_last
+from tandem.kernels.gpu.dependent_launch import let_next_start, overlapped, wait_for_last
 from tandem.mechanisms.delta_net.gpu.parts import (
     activated,
     add_three,
@@ -78,8 +78,8 @@ def _learnt(state, q, k, v, b, a, own_decay, own_bias, scale, unit_eps):
 
 
 @triton.jit(do_not_specialize=["first", "rows"])
-def _verify(projected, gates, conv, decay, dt_bias, norm, starts, lens, slots, folded, inputs, kept_gates, memory, out,
-            first, rows, inputs_stride, gates_stride, memory_stride, scale, unit_eps, eps,
+def _verify(projected, gates, conv, decay, dt_bias, norm, starts, lens, slots, state_lens, inputs, kept_gates, memory,
+            out, first, rows, inputs_stride, gates_stride, memory_stride, scale, unit_eps, eps,
             V_HEADS: tl.constexpr, K_HEADS: tl.constexpr, GROUP: tl.constexpr, K_DIM: tl.constexpr,
             V_DIM: tl.constexpr, CONV: tl.constexpr, CHANNELS: tl.constexpr, PROJECTED: tl.constexpr,
             GATES: tl.constexpr, Q_FIRST: tl.constexpr, Q_STEP: tl.constexpr, K_FIRST: tl.constexpr,
@@ -90,7 +90,7 @@ def _verify(projected, gates, conv, decay, dt_bias, norm, starts, lens, slots, f
     """BEFORE 1: sequences from `first` on are chunks of prompts; only what came before them is folded."""
     let_next_start(OVERLAP)
     s, head = tl.program_id(0) + first, tl.program_id(1)
-    slot, done = tl.load(slots + s).to(tl.int64), tl.load(folded + s)
+    slot, done = tl.load(slots + s).to(tl.int64), tl.load(state_lens + s)
     known, new = _span(starts, lens, slots, s, rows, slot, RUN, BEFORE)
     before = tl.load(slots + s - 1, (s > 0) & (slot > 0), other=-1)
     following = tl.load(slots + s + new, s + new < rows, other=1)
@@ -146,11 +146,11 @@ def verify(
 ) -> None:  # fmt: skip
     """Sequences `which`: rows that decode and rows of guesses, or, with `before`, what chunks of prompts go on from.
     rows: projections and gates."""
-    assert batch.folded is not None
+    assert batch.state_lens is not None
     named, places = constants(shape), state.inputs.shape[1]
     warps = max(1, min(16, shape.padded_head // ELEMENTS_PER_WARP))
     _verify[(len(which), shape.v_heads)](
-        *rows, *weights, batch.query_starts, batch.seq_lens, batch.slots, batch.folded, *state, out,
+        *rows, *weights, batch.query_starts, batch.seq_lens, batch.slots, batch.state_lens, *state, out,
         which.start, which.stop, *(each.stride(0) for each in state), shape.k_dim**-0.5, UNIT_EPS, shape.norm.eps,
         V_HEADS=shape.v_heads, CHANNELS=shape.channels, PROJECTED=rows[0].shape[1], GATES=rows[1].shape[1], **named,
         TAPS=triton.next_power_of_2(shape.conv), PLACES=places, BEFORE=int(before),

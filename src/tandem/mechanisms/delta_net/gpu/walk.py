@@ -12,7 +12,7 @@ from tandem.mechanisms.delta_net.gpu.parts import normed
 
 
 @triton.jit(do_not_specialize=["first"])
-def walk(qk, v, solved, seen, logs, betas, starts, lens, slots, memory, read, first, memory_stride,
+def walk(qk, v, solved, query_scores, logs, betas, starts, lens, slots, memory, read, first, memory_stride,
          CHUNK: tl.constexpr, COLUMNS: tl.constexpr, V_HEADS: tl.constexpr, K_HEADS: tl.constexpr,
          GROUP: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, KB: tl.constexpr,
          PRECISION: tl.constexpr):  # fmt: skip
@@ -35,7 +35,7 @@ def walk(qk, v, solved, seen, logs, betas, starts, lens, slots, memory, read, fi
         values = tl.load(v + of_rows[:, None] * V_DIM + j[None, :], in_v, other=0.0).to(tl.float32)
         pairs = of_rows[:, None] * CHUNK + r[None, :]
         solve = tl.load(solved + pairs, inside[:, None], other=0.0)
-        scores = tl.load(seen + pairs, inside[:, None], other=0.0)
+        scores = tl.load(query_scores + pairs, inside[:, None], other=0.0)
         log = tl.load(logs + of_rows, inside, other=0.0)
         beta = tl.load(betas + of_rows, inside, other=0.0)
         kind: tl.constexpr = read.dtype.element_ty

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.kernels.gpu.attention_decode import LOG2_E
-from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.gpu.dependent_launch import begin, overlapped
 from tandem.kernels.gpu.shared_memory import has_tensor_memory, shared_bytes
 from tandem.mechanisms.latent.absorbed import LatentSizes
 from tandem.mechanisms.latent.cost import PARTIAL_BYTES

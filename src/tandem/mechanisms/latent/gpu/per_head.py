@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.gpu.dependent_launch import begin, overlapped
 
 ROWS = 16  # of one product on tensor cores
 MOST_ROWS = 128  # of a program, one product after the other; more rows are another program's

@@ -41,7 +41,7 @@ class LatentChunk(NamedTuple):
 class Square(NamedTuple):
     """A causal square over keys begin … begin + size - 1, whose last real row is `last - 1`; before it whole pieces.
 
-    `seen`: the row of the square from which on the pieces are computed.
+    `pieces_first`: the row of the square from which on the pieces are computed.
     """
 
     begin: int
@@ -51,7 +51,7 @@ class Square(NamedTuple):
     pieces: tuple[tuple[int, int], ...]
 
     @property
-    def seen(self) -> int:
+    def pieces_first(self) -> int:
         return self.skipped // ROUND_ROWS * ROUND_ROWS
 
 
@@ -128,8 +128,8 @@ class Prompts:
         sums = Folded(out, q.shape[1], 1 + len(square.pieces))
         for begin, end in square.pieces:
             k, v = self._keys_values(pages, begin, end, end - begin, heads)
-            part, lse = self._attend(turned[square.seen :], k, v, scale, False, self._sizes)
-            first = at - square.seen
+            part, lse = self._attend(turned[square.pieces_first :], k, v, scale, False, self._sizes)
+            first = at - square.pieces_first
             sums.add(part[first : first + square.rows], lse[:, first : first + square.rows])
         k, v = self._keys_values(pages, square.begin, square.begin + at + square.rows, square.size, heads)
         part, lse = self._attend(turned, k, v, scale, True, self._sizes)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.kernels.gpu.attention_decode import decode
-from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.gpu.dependent_launch import begin, overlapped
 from tandem.kernels.selected_keys import SelectedKeys
 from tandem.kernels.step_rows import StepContext, StepRows
 from tandem.mechanisms.mean_index.rows import as_sequences
@@ -67,7 +67,7 @@ def _enter(q, k, out, ring, norm, cos, sin, positions, slots, ring_slot, eps, HE
 @triton.jit
 def _close_means(ring, fresh, norm, out, cos, sin, positions, sequences, slots, begins, firsts, cache_slots, ring_slot,
                  eps, DIM: tl.constexpr, HALF: tl.constexpr, POOL: tl.constexpr, PLACES: tl.constexpr,
-                 TOKENS: tl.constexpr, ALONE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+                 TOKENS: tl.constexpr, SINGLE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """The key of the block that ends with a row, turned as its first token is."""
     begin(OVERLAP)
     t = tl.program_id(0).to(tl.int64)
@@ -75,7 +75,7 @@ def _close_means(ring, fresh, norm, out, cos, sin, positions, sequences, slots, 
     if (position + 1) % POOL != 0:
         return
     at = token_places(ring, fresh, positions, sequences, slots, begins, firsts, ring_slot, t, POOL, DIM, PLACES, TOKENS,
-                      ALONE)  # fmt: skip
+                      SINGLE)  # fmt: skip
     r, d = tl.arange(0, TOKENS), tl.arange(0, BLOCK)
     inside = (r < POOL)[:, None] & (d < DIM)[None, :]
     kind: tl.constexpr = out.dtype.element_ty
@@ -113,15 +113,15 @@ class GpuMeanIndex:
         s, w, ring = self._shape, self._weights, cache.ring
         out, block = torch.empty_like(q), triton.next_power_of_2(s.dim)
         sizes = {"DIM": s.dim, "HALF": w.cos.shape[1], "PLACES": ring.shape[1], "BLOCK": block, **overlapped(q.device)}
-        _enter[(len(q), s.heads + int(rows.alone))](
+        _enter[(len(q), s.heads + int(rows.row_per_sequence))](
             q, k, out, ring, w.query, w.cos, w.sin, rows.positions, rows.slots, ring.stride(0), s.norm.eps,
-            HEADS=s.heads, KEPT=rows.alone, num_warps=1, **sizes,
+            HEADS=s.heads, KEPT=rows.row_per_sequence, num_warps=1, **sizes,
         )  # fmt: skip
         _close_means[(len(q),)](
             ring, k, w.key, cache.keys, w.cos, w.sin, rows.positions, rows.sequence, rows.slots, rows.begins,
             rows.first, rows.cache_slots, ring.stride(0), s.norm.eps, POOL=s.pool,
-            TOKENS=triton.next_power_of_2(s.pool), ALONE=rows.alone, num_warps=1, **sizes,
+            TOKENS=triton.next_power_of_2(s.pool), SINGLE=rows.row_per_sequence, num_warps=1, **sizes,
         )  # fmt: skip
-        if not rows.alone:
+        if not rows.row_per_sequence:
             rows.keep(ring, k)
         return out

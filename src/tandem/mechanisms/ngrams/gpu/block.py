@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.kernels.batch_layout import TokenBatch
-from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.gpu.dependent_launch import begin, overlapped
 from tandem.kernels.step_rows import StepRows
 from tandem.mechanisms.ngrams.gpu.staged import StagedRows
 from tandem.mechanisms.ngrams.shape import Ngram
@@ -48,17 +48,17 @@ def _give(projected, queries, key_norm, given_norm, out, new, ring, positions, s
 
 @triton.jit
 def _convolve(out, new, ring, taps, positions, sequences, slots, begins, firsts, ring_slot, WIDE: tl.constexpr,
-              TAPS: tl.constexpr, DILATION: tl.constexpr, PLACES: tl.constexpr, ALONE: tl.constexpr,
+              TAPS: tl.constexpr, DILATION: tl.constexpr, PLACES: tl.constexpr, SINGLE: tl.constexpr,
               BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """Adds silu of a causal convolution, DILATION tokens from tap to tap. ALONE: each row is a sequence, and all is in
+    """Adds silu of a causal convolution, DILATION tokens from tap to tap. SINGLE: each row is a sequence, and all is in
     the ring; else what the step's rows made is new."""
     begin(OVERLAP)
     t, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside, position = c < WIDE, tl.load(positions + t)
-    sequence = t if ALONE else tl.load(sequences + t)
+    sequence = t if SINGLE else tl.load(sequences + t)
     ring += tl.load(slots + sequence) * ring_slot
-    since = position if ALONE else tl.load(firsts + sequence)
-    first_row = t if ALONE else tl.load(begins + sequence)
+    since = position if SINGLE else tl.load(firsts + sequence)
+    first_row = t if SINGLE else tl.load(begins + sequence)
     kind: tl.constexpr = out.dtype.element_ty
     total = tl.zeros([BLOCK], tl.float32)
     for back in tl.static_range(TAPS):
@@ -94,15 +94,15 @@ class GpuNgrams:
         _give[(len(x), s.streams)](
             projected, x, w.key_norm, w.given_norm, out, new, ring, rows.positions, rows.slots, projected.shape[1],
             ring.stride(0), s.norm.eps, s.hidden**0.5, LEAST=LEAST_GATE, HIDDEN=s.hidden, N=s.streams,
-            PLACES=ring.shape[1], KEPT=rows.alone, BLOCK=triton.next_power_of_2(s.hidden), num_warps=8,
+            PLACES=ring.shape[1], KEPT=rows.row_per_sequence, BLOCK=triton.next_power_of_2(s.hidden), num_warps=8,
             **overlapped(x.device),
         )  # fmt: skip
         block = min(CHANNELS, triton.next_power_of_2(s.channels))
         _convolve[(len(x), triton.cdiv(s.channels, block))](
             out, new, ring, w.taps, rows.positions, rows.sequence, rows.slots, rows.begins, rows.first,
-            ring.stride(0), WIDE=s.channels, TAPS=s.taps, DILATION=s.dilation, PLACES=ring.shape[1], ALONE=rows.alone,
-            BLOCK=block, num_warps=4, **overlapped(x.device),
+            ring.stride(0), WIDE=s.channels, TAPS=s.taps, DILATION=s.dilation, PLACES=ring.shape[1],
+            SINGLE=rows.row_per_sequence, BLOCK=block, num_warps=4, **overlapped(x.device),
         )  # fmt: skip
-        if not rows.alone:
+        if not rows.row_per_sequence:
             rows.keep(ring, new.flatten(1))
         return out

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.kernels.gpu.attention_prefill import SEQUENCES, sequence_of
-from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.gpu.dependent_launch import begin, overlapped
 from tandem.kernels.step_rows import StepContext
 from tandem.mechanisms.recurrence.torch import Taps
 

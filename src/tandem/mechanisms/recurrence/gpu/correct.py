@@ -33,7 +33,7 @@ class ChunkIntermediates(NamedTuple):
     """Tensors between the kernels, float32. Rows that are no chunk's are not written."""
 
     alike: Tensor  # [T, H, CHUNK]
-    seen: Tensor  # [T, H, CHUNK]
+    query_scores: Tensor  # [T, H, CHUNK]
     asks: Tensor  # [T, H, K], faded
     answered: Tensor  # [T, H, K]: keys, faded; then what times the memory u lacks
     ends: Tensor  # [T, H, K]
@@ -45,7 +45,7 @@ class ChunkIntermediates(NamedTuple):
 
     @classmethod
     def of(cls, tokens: RecurrentTokens, sequences: int) -> ChunkIntermediates:
-        (rows, heads, width), keys = tokens.values.shape, tokens.asked.shape[2]
+        (rows, heads, width), keys = tokens.values.shape, tokens.queries.shape[2]
         chunks, empty = rows // CHUNK + sequences, tokens.values.new_empty
         alike, query_pairs = empty((2, rows, heads, CHUNK)).unbind()
         asks, answered, ends, left = empty((4, rows, heads, keys)).unbind()
@@ -154,7 +154,7 @@ def correct(tokens: RecurrentTokens, batch: KernelBatch, first: int, memory: Ten
     )  # fmt: skip
     columns = _tile(width, READ_COLUMNS)
     _read[(chunks, heads, triton.cdiv(width, columns))](
-        b.asks, b.seen, b.learnt, b.before, out, *span, **each, **exact, VALUES=width, VB=columns, num_warps=4
+        b.asks, b.query_scores, b.learnt, b.before, out, *span, **each, **exact, VALUES=width, VB=columns, num_warps=4
     )
 
 

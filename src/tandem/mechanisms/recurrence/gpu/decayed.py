@@ -30,12 +30,14 @@ def _put(alike, query_pairs, products, of_heads, column, inside, asks, CHUNK: tl
 
 
 @triton.jit(do_not_specialize=["first", "sequences"])
-def within_blocks(asked, written, decay, beta, alike, seen, asks_faded, keys_faded, ends, totals, starts, first,
-                  sequences, HEADS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, DECAYS: tl.constexpr,
-                  KB: tl.constexpr, CHUNK: tl.constexpr, SMALL: tl.constexpr, AT_ONCE: tl.constexpr):  # fmt: skip
-    """alike: written to written, times the row's beta; seen: asked to written; both float32 [T, HEADS, CHUNK]: a row's
-    columns are its chunk's rows. What is asked, and written times beta, faded since the block's begin; ends: written,
-    faded to the block's end; all [T, HEADS, KEYS]. totals [blocks, HEADS, KEYS]: what a block multiplies with."""
+def within_blocks(queries, written, decay, beta, alike, query_scores, queries_decayed, keys_decayed, ends, totals,
+                  starts, first, sequences, HEADS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr,
+                  DECAYS: tl.constexpr, KB: tl.constexpr, CHUNK: tl.constexpr, SMALL: tl.constexpr,
+                  AT_ONCE: tl.constexpr):  # fmt: skip
+    """alike: written to written, times the row's beta; query_scores: queries to written; both float32 [T, HEADS,
+    CHUNK]: a row's columns are its chunk's rows. What is asked, and written times beta, faded since the block's begin;
+    ends: written, faded to the block's end; all [T, HEADS, KEYS]. totals [blocks, HEADS, KEYS]: what a block multiplies
+    with."""
     s, block = sequence_of(starts + first, sequences - first, tl.program_id(0), CHUNK, AT_ONCE)
     if s + first >= sequences:
         return
@@ -51,7 +53,7 @@ def within_blocks(asked, written, decay, beta, alike, seen, asks_faded, keys_fad
     of_k, of_q = mask & (asks == 0)[:, None], mask & (asks == 1)[:, None]
     at = (rows[:, None] * GROUPS + head // GROUP) * KEYS + c[None, :]
     faded = tl.load(written + at, of_k, other=0.0) * tl.load(beta + of_heads, inside, other=0.0)[:, None]
-    faded += tl.load(asked + at, of_q, other=0.0)  # one of the two is 0
+    faded += tl.load(queries + at, of_q, other=0.0)  # one of the two is 0
     products, total = tl.zeros([2 * SMALL, SMALL], tl.float32), tl.full([KB], 1.0, tl.float32)
     for back in tl.static_range(SMALL):
         near = SMALL - 1 - back
@@ -63,17 +65,17 @@ def within_blocks(asked, written, decay, beta, alike, seen, asks_faded, keys_fad
         faded *= tl.where((t >= near)[:, None], fade[None, :], 1.0)
         tl.store(ends + (row * HEADS + head) * KEYS + c, key * total, real)
         total *= fade
-    _put(alike, seen, products, of_heads, small * SMALL + i, inside, asks, CHUNK)
+    _put(alike, query_scores, products, of_heads, small * SMALL + i, inside, asks, CHUNK)
     to = of_heads[:, None] * KEYS + c[None, :]
-    tl.store(keys_faded + to, faded, of_k)
-    tl.store(asks_faded + to, faded, of_q)
+    tl.store(keys_decayed + to, faded, of_k)
+    tl.store(queries_decayed + to, faded, of_q)
     number = number_of(chunk, s, CHUNK) * (CHUNK // SMALL) + small
     tl.store(totals + (number * HEADS + head) * KEYS + c, total, c < KEYS)
 
 
 @triton.jit(do_not_specialize=["first", "sequences"])
-def across_blocks(alike, seen, asks_faded, keys_faded, ends, totals, left, fade, starts, first, sequences,
-                  HEADS: tl.constexpr, KEYS: tl.constexpr, KB: tl.constexpr, CHUNK: tl.constexpr,
+def across_blocks(alike, query_scores, queries_decayed, keys_decayed, ends, totals, left, fade, starts, first,
+                  sequences, HEADS: tl.constexpr, KEYS: tl.constexpr, KB: tl.constexpr, CHUNK: tl.constexpr,
                   SMALL: tl.constexpr, AT_ONCE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Afterwards, what is asked and written has faded since the chunk's begin. left: written, faded to the chunk's end;
     fade [chunks, HEADS, KEYS]: what a chunk multiplies with. Blocks behind a row's own are left as they are."""
@@ -90,7 +92,7 @@ def across_blocks(alike, seen, asks_faded, keys_faded, ends, totals, left, fade,
     inside, of_heads = own + t < end, (own + t).to(tl.int64) * HEADS + head
     of_k = (inside & (asks == 0))[:, None] & in_k[None, :]
     of_q, at = (inside & (asks == 1))[:, None] & in_k[None, :], of_heads[:, None] * KEYS + c[None, :]
-    faded = tl.load(keys_faded + at, of_k, other=0.0) + tl.load(asks_faded + at, of_q, other=0.0)
+    faded = tl.load(keys_decayed + at, of_k, other=0.0) + tl.load(queries_decayed + at, of_q, other=0.0)
     of_chunk = number_of(chunk, s, CHUNK)
     blocks = totals + (of_chunk * BLOCKS * HEADS + head) * KEYS + c
     for back in range(small):
@@ -98,10 +100,10 @@ def across_blocks(alike, seen, asks_faded, keys_faded, ends, totals, left, fade,
         far = (chunk + before * SMALL + i).to(tl.int64) * HEADS + head
         keys = tl.load(ends + far[:, None] * KEYS + c[None, :], in_k[None, :], other=0.0)
         product = tl.dot(faded, tl.trans(keys), input_precision=PRECISION)
-        _put(alike, seen, product, of_heads, before * SMALL + i, inside, asks, CHUNK)
+        _put(alike, query_scores, product, of_heads, before * SMALL + i, inside, asks, CHUNK)
         faded *= tl.load(blocks + before * HEADS * KEYS, in_k, other=0.0)[None, :]
-    tl.store(keys_faded + at, faded, of_k)
-    tl.store(asks_faded + at, faded, of_q)
+    tl.store(keys_decayed + at, faded, of_k)
+    tl.store(queries_decayed + at, faded, of_q)
     rest = tl.full([KB], 1.0, tl.float32)
     for behind in range(small + 1, BLOCKS):
         mask = c < tl.where(chunk + behind * SMALL < end, KEYS, 0)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.kernels.batch_layout import KernelBatch
-from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.gpu.dependent_launch import begin, overlapped
 from tandem.kernels.step_rows import StepContext
 from tandem.mechanisms.recurrence.gpu.convolve import convolve
 from tandem.mechanisms.recurrence.gpu.correct import correct
@@ -93,7 +93,7 @@ def answered(tokens: RecurrentTokens, batch: KernelBatch, memory: Tensor) -> Ten
 
 def way_of(tokens: RecurrentTokens) -> Callable[[RecurrentTokens, KernelBatch, int, Tensor, Tensor], None] | None:
     """How prompts' rows go in chunks, all sequences from one on; None: there is no code for it."""
-    if tokens.asked.shape[2] > MOST_KEYS:
+    if tokens.queries.shape[2] > MOST_KEYS:
         return None
     if tokens.beta is not None:
         return correct

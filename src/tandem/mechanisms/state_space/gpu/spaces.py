@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.gpu.dependent_launch import begin, overlapped
 from tandem.mechanisms.delta_net.gpu.parts import silu, softplus
 from tandem.mechanisms.recurrence.tokens import RecurrentTokens
 from tandem.mechanisms.state_space.torch import SpaceInputs, SpaceWeights
@@ -53,29 +53,29 @@ def _left(answers, mixed, gate, through, norm, copied, out, gate_stride, mixed_s
     tl.store(out + to * INNER + c, y.to(out.dtype.element_ty), inside)
 
 
-def stepped(given: SpaceInputs, weights: SpaceWeights) -> RecurrentTokens:
+def stepped(inputs: SpaceInputs, weights: SpaceWeights) -> RecurrentTokens:
     """As `space_tokens`."""
-    mixed, (rows, channels), heads, inner = given.mixed, given.mixed.shape, len(weights.decay), len(weights.norm)
+    mixed, (rows, channels), heads, inner = inputs.mixed, inputs.mixed.shape, len(weights.decay), len(weights.norm)
     keys, width, pairs = (channels - inner) // 2 // weights.groups, inner // heads, rows * heads
     empty = mixed.new_empty
     queries, written = empty((2, rows, weights.groups, keys)).unbind()
     tokens = RecurrentTokens(queries, written, empty((rows, heads, width)), empty((rows, heads, 1)))
     _stepped[(triton.cdiv(pairs, PAIRS),)](
-        mixed, given.steps, weights.decay, weights.bias, *tokens[:4], pairs, given.steps.stride(0), HEADS=heads,
+        mixed, inputs.steps, weights.decay, weights.bias, *tokens[:4], pairs, inputs.steps.stride(0), HEADS=heads,
         GROUP=heads // weights.groups, KEYS=keys, VALUES=width, KB=triton.next_power_of_2(keys),
         VB=triton.next_power_of_2(width), PAIRS=PAIRS, num_warps=4, **overlapped(mixed.device),
     )  # fmt: skip
     return tokens
 
 
-def left(seen: Tensor, given: SpaceInputs, copied: Tensor | None, weights: SpaceWeights) -> Tensor:
+def left(answers: Tensor, inputs: SpaceInputs, copied: Tensor | None, weights: SpaceWeights) -> Tensor:
     """As `space_result`. copied: of which row each has the result, where rows may fill up a graph."""
-    rows, inner = len(seen), len(weights.norm)
-    out, width = given.gate.new_empty((rows, inner)), inner // weights.groups
+    rows, inner = len(answers), len(weights.norm)
+    out, width = inputs.gate.new_empty((rows, inner)), inner // weights.groups
     _left[(rows, weights.groups)](
-        seen, given.mixed, given.gate, weights.through, weights.norm, seen if copied is None else copied, out,
-        given.gate.stride(0), given.mixed.stride(0), weights.eps, INNER=inner, WIDTH=width, VALUES=seen.shape[2],
+        answers, inputs.mixed, inputs.gate, weights.through, weights.norm, answers if copied is None else copied, out,
+        inputs.gate.stride(0), inputs.mixed.stride(0), weights.eps, INNER=inner, WIDTH=width, VALUES=answers.shape[2],
         WB=triton.next_power_of_2(width), COPIES=copied is not None, num_warps=8 if width > 2048 else 4,
-        **overlapped(seen.device),
+        **overlapped(answers.device),
     )  # fmt: skip
     return out

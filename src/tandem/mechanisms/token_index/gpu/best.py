@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.gpu.dependent_launch import begin, overlapped
 from tandem.kernels.selected_keys import SelectedKeys
 from tandem.mechanisms.token_index.gpu.scores import ScoredKeys
 

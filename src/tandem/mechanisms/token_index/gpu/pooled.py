@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.gpu.dependent_launch import begin, overlapped
 from tandem.kernels.selected_keys import SelectedKeys
 from tandem.kernels.step_rows import StepContext, StepRows
 from tandem.mechanisms.token_index.gpu.pools import Pools, chosen_tokens
@@ -43,14 +43,14 @@ def _enter(raw, fresh, ring, norm, bias, positions, slots, ring_slot, eps, DIM: 
 
 @triton.jit
 def token_places(ring, fresh, positions, sequences, slots, begins, firsts, ring_slot, t, POOL: tl.constexpr,
-                 WIDTH: tl.constexpr, PLACES: tl.constexpr, TOKENS: tl.constexpr, ALONE: tl.constexpr):  # fmt: skip
+                 WIDTH: tl.constexpr, PLACES: tl.constexpr, TOKENS: tl.constexpr, SINGLE: tl.constexpr):  # fmt: skip
     """[TOKENS] pointers to the tokens of the pool that ends with row t, WIDTH numbers each; the first POOL count.
-    ALONE: each row is a sequence, and what it made is in the ring; else that of the step's rows is fresh."""
+    SINGLE: each row is a sequence, and what it made is in the ring; else that of the step's rows is fresh."""
     r, position = tl.arange(0, TOKENS), tl.load(positions + t)
     token = position - (POOL - 1) + tl.where(r < POOL, r, 0)
-    sequence = t if ALONE else tl.load(sequences + t)
+    sequence = t if SINGLE else tl.load(sequences + t)
     old = ring + tl.load(slots + sequence) * ring_slot + token % PLACES * WIDTH
-    if ALONE:
+    if SINGLE:
         return old
     since = tl.load(firsts + sequence)
     new = fresh + (tl.load(begins + sequence) + token - since) * WIDTH
@@ -59,7 +59,7 @@ def token_places(ring, fresh, positions, sequences, slots, begins, firsts, ring_
 
 @triton.jit
 def _close(ring, fresh, places, out, positions, sequences, slots, begins, firsts, cache_slots, ring_slot,
-           DIM: tl.constexpr, POOL: tl.constexpr, PLACES: tl.constexpr, TOKENS: tl.constexpr, ALONE: tl.constexpr,
+           DIM: tl.constexpr, POOL: tl.constexpr, PLACES: tl.constexpr, TOKENS: tl.constexpr, SINGLE: tl.constexpr,
            BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """The key of the pool that ends with a row: weights of its tokens' keys are rounded as keys are."""
     begin(OVERLAP)
@@ -67,7 +67,7 @@ def _close(ring, fresh, places, out, positions, sequences, slots, begins, firsts
     if (tl.load(positions + t) + 1) % POOL != 0:
         return
     at = token_places(ring, fresh, positions, sequences, slots, begins, firsts, ring_slot, t, POOL, 2 * DIM, PLACES,
-                      TOKENS, ALONE)  # fmt: skip
+                      TOKENS, SINGLE)  # fmt: skip
     r, d = tl.arange(0, TOKENS)[:, None], tl.arange(0, BLOCK)[None, :]
     inside = (r < POOL) & (d < DIM)
     kind: tl.constexpr = out.dtype.element_ty
@@ -101,13 +101,13 @@ class GpuPooledIndex:
         fresh, block = torch.empty_like(raw), triton.next_power_of_2(s.dim)
         sizes = {"DIM": s.dim, "PLACES": ring.shape[1], "BLOCK": block, **overlapped(raw.device)}
         _enter[(len(raw),)](
-            raw, fresh, ring, w.norm, w.bias, rows.positions, rows.slots, ring.stride(0), s.eps, KEPT=rows.alone,
-            num_warps=1, **sizes,
+            raw, fresh, ring, w.norm, w.bias, rows.positions, rows.slots, ring.stride(0), s.eps,
+            KEPT=rows.row_per_sequence, num_warps=1, **sizes,
         )  # fmt: skip
         _close[(len(raw),)](
             ring, fresh, w.places, cache.keys, rows.positions, rows.sequence, rows.slots, rows.begins, rows.first,
-            rows.cache_slots, ring.stride(0), POOL=s.pool, TOKENS=triton.next_power_of_2(s.pool), ALONE=rows.alone,
-            num_warps=4, **sizes,
+            rows.cache_slots, ring.stride(0), POOL=s.pool, TOKENS=triton.next_power_of_2(s.pool),
+            SINGLE=rows.row_per_sequence, num_warps=4, **sizes,
         )  # fmt: skip
-        if not rows.alone:
+        if not rows.row_per_sequence:
             rows.keep(ring, fresh)

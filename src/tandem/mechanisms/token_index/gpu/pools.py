@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.gpu.dependent_launch import begin, overlapped
 from tandem.kernels.selected_keys import SelectedKeys
 from tandem.kernels.step_lengths import lengths_of
 from tandem.kernels.step_rows import StepContext
@@ -65,7 +65,7 @@ def _all_seen(step: StepContext, page: int, most: int) -> bool:
     sequences: as many as their tables have room for."""
     if step.rows.tables.shape[1] * page <= most:
         return True
-    return not step.rows.alone and max(lengths_of(step.batch).ends) <= most
+    return not step.rows.row_per_sequence and max(lengths_of(step.batch).ends) <= most
 
 
 def chosen_tokens(q: Tensor, gates: Tensor, step: StepContext, cache: PooledKeys, pools: Pools) -> SelectedKeys | None:
@@ -76,7 +76,7 @@ def chosen_tokens(q: Tensor, gates: Tensor, step: StepContext, cache: PooledKeys
         return None
     last = rows.once(("last pool", pools.size), lambda: (rows.positions + 1) // pools.size - 1)
     tables = rows.once("int32 tables", rows.tables.int)
-    owners = None if rows.alone else rows.once("int32 sequences", rows.sequence.int)
+    owners = None if rows.row_per_sequence else rows.once("int32 sequences", rows.sequence.int)
     best = chosen_keys(q, gates, ScoredKeys(cache.keys, tables, last, owners), pools)
     chosen = SelectedKeys(*(q.new_empty(size, dtype=torch.int32) for size in ((len(q), pools.most), (len(q),))))
     _spread_pools[(len(q), triton.cdiv(pools.most, EACH))](

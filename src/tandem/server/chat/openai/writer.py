@@ -60,7 +60,7 @@ class ChatWriter:
         self._all_usage = wants_all_usage(body.stream_options)
         self._count = TokenCount()
         self._answers: dict[int, OneAnswer] = {}
-        self._taken: dict[int, PartialAnswer] = {}
+        self._received: dict[int, PartialAnswer] = {}
         self._events: dict[int, list[ChatEvent]] = {}
         self._encoder = msgspec.json.Encoder()
 
@@ -80,11 +80,11 @@ class ChatWriter:
 
     def take(self, outputs: list[TokenOutput]) -> None:
         for output in outputs:
-            self._taken.setdefault(output.index, PartialAnswer()).add(output)
+            self._received.setdefault(output.index, PartialAnswer()).add(output)
             self._events.setdefault(output.index, []).extend(self._answer(output.index).events(output))
 
     def whole(self) -> ChatCompletion:
-        answers = [self._taken[index] for index in sorted(self._taken)]
+        answers = [self._received[index] for index in sorted(self._received)]
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
         usage = self._detailed(usage_of([answers]))
         return ChatCompletion(**self._head, choices=choices, usage=usage, prompt_token_ids=self._prompt_ids)

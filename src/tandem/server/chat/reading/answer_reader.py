@@ -25,7 +25,7 @@ class AnswerReader:
         reasoning: ReasoningFormat | None,
     ) -> None:
         self._source = source
-        self._said = sink
+        self._sink = sink
         self._call_writer = call
         self._tools = tools
         self._reasoning = reasoning
@@ -33,7 +33,7 @@ class AnswerReader:
     def run(self) -> Reading[None]:
         while (yield from self._beginning()):
             pass
-        while stop := (yield from self._source.until(self._stops(), self._said.say)):
+        while stop := (yield from self._source.until(self._stops(), self._sink.say)):
             yield from self._at(stop)
 
     def _stops(self) -> tuple[str, ...]:
@@ -41,7 +41,7 @@ class AnswerReader:
         calls = self._tools.openers if self._tools else ()
         if self._reasoning is None:
             return calls
-        if self._said.reasoning:
+        if self._sink.reasoning:
             return (*self._reasoning.close, *calls)
         return (*self._reasoning.open, *calls) if self._reasoning.anywhere else calls
 
@@ -50,8 +50,8 @@ class AnswerReader:
         if reasoning and stop in reasoning.open:
             self._begin_reasoning(stop)
         elif reasoning and stop in reasoning.close:
-            self._said.marker(self._source.take(len(stop)))
-            self._said.reasoning = False
+            self._sink.marker(self._source.take(len(stop)))
+            self._sink.reasoning = False
             while (yield from self._beginning()):
                 pass
         else:
@@ -59,7 +59,7 @@ class AnswerReader:
 
     def _beginning(self) -> Reading[bool]:
         """Where an answer begins, or reasoning has ended: what stands only here. Whether it was something."""
-        starts = self._tools.at_start if self._tools and not self._said.reasoning else ()
+        starts = self._tools.at_start if self._tools and not self._sink.reasoning else ()
         opens = self._reasoning.open if self._reasoning else ()
         if not (opens or starts):
             return False
@@ -72,8 +72,8 @@ class AnswerReader:
         return (yield from self._section())
 
     def _begin_reasoning(self, marker: str) -> None:
-        self._said.marker(self._source.take_behind_space(marker))
-        self._said.reasoning = True
+        self._sink.marker(self._source.take_behind_space(marker))
+        self._sink.reasoning = True
 
     # --- calls
 
@@ -92,7 +92,7 @@ class AnswerReader:
                 self._no_call()
                 return begun
             begun = True
-            self._call_writer.end(outcome, source.taken)
+            self._call_writer.end(outcome, source.consumed)
             source.mark()
             if (
                 outcome != "complete"
@@ -106,7 +106,7 @@ class AnswerReader:
         if not opened or not self._tools:
             return False
         marker = yield from self._source.behind_space(self._tools.section_close)
-        self._said.marker(self._source.take_behind_space(marker))
+        self._sink.marker(self._source.take_behind_space(marker))
         self._source.mark()
         return bool(marker)
 
@@ -132,7 +132,7 @@ class AnswerReader:
         rest = source.text.lstrip()
         markers = (*tools.openers, *tools.at_start, *tools.separator)
         marker = max((m for m in markers if rest.startswith(m)), key=len, default="")
-        self._said.say(source.take_behind_space(marker or rest[:1]))
+        self._sink.say(source.take_behind_space(marker or rest[:1]))
 
     def _call(self, bare: bool) -> Reading[CallOutcome | None]:
         """One call with its end marker. None: it is none, and nothing has been said of it."""

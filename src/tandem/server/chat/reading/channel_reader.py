@@ -21,7 +21,7 @@ class ChannelReader:
 
     def __init__(self, source: AnswerSource, sink: ShownText, call: CallWriter, syntax: Channels, split: bool) -> None:
         self._source = source
-        self._said = sink
+        self._sink = sink
         self._call = call
         self._syntax = syntax
         self._split = split
@@ -41,9 +41,9 @@ class ChannelReader:
     def _text(self) -> Reading[None]:
         """Up to the next marker; an end marker belongs to nobody."""
         source, syntax = self._source, self._syntax
-        stop = yield from source.until((*syntax.end, syntax.start, syntax.channel), self._said.say)
+        stop = yield from source.until((*syntax.end, syntax.start, syntax.channel), self._sink.say)
         if stop in syntax.end:
-            self._said.marker(source.take(len(stop)))
+            self._sink.marker(source.take(len(stop)))
 
     def _message(self) -> Reading[None]:
         source, syntax = self._source, self._syntax
@@ -51,7 +51,7 @@ class ChannelReader:
         if stop != syntax.message:
             self._no_message()
             return
-        header = source.taken
+        header = source.consumed
         source.take(len(stop))
         name = self._recipient.search(header)
         if name and self._call.knows(name[1]):
@@ -59,25 +59,25 @@ class ChannelReader:
             return
         channel = self._channel.search(header)
         if name or (channel and channel[1] not in (*syntax.reasoning, *syntax.answer)):
-            self._said.reasoning = False
-            self._said.say(source.taken)
+            self._sink.reasoning = False
+            self._sink.say(source.consumed)
         else:
-            self._said.marker(source.taken)
-            self._said.reasoning = self._split and channel is not None and channel[1] in syntax.reasoning
+            self._sink.marker(source.consumed)
+            self._sink.reasoning = self._split and channel is not None and channel[1] in syntax.reasoning
         yield from self._text()
 
     def _tool_call(self, name: str) -> Reading[None]:
         source = self._source
         yield from source.space()
         if (yield from source.peek()) != "{":
-            self._said.reasoning = False
-            self._said.say(source.taken)
+            self._sink.reasoning = False
+            self._sink.say(source.consumed)
             return
         self._call.start(name)
         outcome = yield from read_json(source, self._call.arguments)
         if outcome == "complete":
             source.take_behind_space((yield from source.behind_space(self._syntax.end)))
-        self._call.end(outcome, source.taken)
+        self._call.end(outcome, source.consumed)
 
     def _no_message(self) -> None:
         """No header: its first marker is text."""
@@ -85,8 +85,8 @@ class ChannelReader:
         source.put_back()
         rest = source.text.lstrip()
         marker = next((m for m in self._begins if rest.startswith(m)), rest[:1])
-        self._said.reasoning = False
-        self._said.say(source.take_behind_space(marker))
+        self._sink.reasoning = False
+        self._sink.say(source.take_behind_space(marker))
 
 
 def _ignore(text: str) -> None:

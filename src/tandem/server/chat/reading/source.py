@@ -25,7 +25,7 @@ class AnswerSource:
         self._rest: deque[str] = deque()  # behind `text`
         self._end = ""
         self._begun = 0
-        self._taken: list[str] = []
+        self._consumed: list[str] = []
 
     @property
     def ended(self) -> bool:
@@ -68,22 +68,22 @@ class AnswerSource:
     def take(self, count: int) -> str:
         piece, self.text = self.text[:count], self.text[count:]
         self.position += len(piece)
-        self._taken.append(piece)
+        self._consumed.append(piece)
         return piece
 
     def mark(self) -> None:
-        self._taken = []
+        self._consumed = []
 
     @property
-    def taken(self) -> str:
+    def consumed(self) -> str:
         """Since `mark`."""
-        return "".join(self._taken)
+        return "".join(self._consumed)
 
     def put_back(self) -> None:
         """White space that it begins with is all shown at once, and what comes behind it."""
-        text = self.taken + self.text
-        self.position -= len(self.taken)
-        self._taken = []
+        text = self.consumed + self.text
+        self.position -= len(self.consumed)
+        self._consumed = []
         length = 2 * _PIECE + len(text) - len(text.lstrip(_SPACE))
         self.text = text[:length]
         self._rest.extendleft(reversed(_pieces(text[length:])))

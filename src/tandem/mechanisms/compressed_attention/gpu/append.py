@@ -1,4 +1,4 @@
-"""New rows turn and go into their sequences' rings; entries whose last token has come are closed."""
+"""New rows turn and go into their sequences' rings; tokens whose last one has come are compressed to an entry."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.gpu.dependent_launch import begin, overlapped
 from tandem.kernels.step_rows import StepRows
-from tandem.mechanisms.shared_kv.shape import Pool, SharedKv
-from tandem.mechanisms.shared_kv.torch import Projected
-from tandem.mechanisms.shared_kv.weights import SharedKvWeights
+from tandem.mechanisms.compressed_attention.shape import CompressedAttention, Compression
+from tandem.mechanisms.compressed_attention.torch import Projected
+from tandem.mechanisms.compressed_attention.weights import CompressedWeights
 
 ELEMENTS = 2048  # of an entry that is being closed, for a program: all its tokens, some channels
 LEAST_CHANNELS = 16  # two bytes each: less than 32 bytes are not read at a time
@@ -21,7 +21,7 @@ LEAST_CHANNELS = 16  # two bytes each: less than 32 bytes are not read at a time
 
 class IndexQueryRows(NamedTuple):
     """Query of an index, if there is one: turned queries [T, Hi * Di], and weights of heads, float32 [T, Hi]. arrived
-    int32 [T, 2]: zeros, for `close`."""
+    int32 [T, 2]: zeros, for `compress`."""
 
     q: Tensor
     weights: Tensor
@@ -51,8 +51,8 @@ def _turn_row(row, to, cos, sin, DIM: tl.constexpr, PAIRS: tl.constexpr, BLOCK: 
 
 
 @triton.jit
-def _enter(q, kv, inputs, index_q, index_weights, ring, input_ring, queries, weights, arrived, cos, sin, positions,
-           slots, inputs_row, weights_row, ring_slot, kept_slot, HEADS: tl.constexpr, DIM: tl.constexpr,
+def _append_rows(q, kv, inputs, index_q, index_weights, ring, input_ring, queries, weights, arrived, cos, sin,
+           positions, slots, inputs_row, weights_row, ring_slot, kept_slot, HEADS: tl.constexpr, DIM: tl.constexpr,
            RING: tl.constexpr, INPUTS: tl.constexpr, KEPT: tl.constexpr, INDEX_HEADS: tl.constexpr,
            INDEX_DIM: tl.constexpr,
            PAIRS: tl.constexpr, BLOCK: tl.constexpr, INDEX_BLOCK: tl.constexpr, INPUTS_BLOCK: tl.constexpr,
@@ -122,7 +122,7 @@ def _write_entry(sums, norm, to, cos, sin, eps, SIZE: tl.constexpr, PAIRS: tl.co
 
 
 @triton.jit
-def _close_part(input_ring, fresh, since, bias, norm, pages, sums, arrived, cos, sin, position, place, eps, part,
+def _compress_part(input_ring, fresh, since, bias, norm, pages, sums, arrived, cos, sin, position, place, eps, part,
                 INPUTS: tl.constexpr, KEPT: tl.constexpr, SIZE: tl.constexpr, SERIES: tl.constexpr,
                 STRIDE: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
                 BLOCK: tl.constexpr):  # fmt: skip
@@ -139,12 +139,12 @@ def _close_part(input_ring, fresh, since, bias, norm, pages, sums, arrived, cos,
 
 
 @triton.jit
-def _close(input_ring, fresh, bias, norm, pages, index_bias, index_norm, index_pages, sums, arrived, cos, sin,
+def _compress(input_ring, fresh, bias, norm, pages, index_bias, index_norm, index_pages, sums, arrived, cos, sin,
            positions, sequences, slots, begins, firsts, places, eps, kept_slot, INPUTS: tl.constexpr,
            KEPT: tl.constexpr, SIZE: tl.constexpr, INDEX_SIZE: tl.constexpr, SERIES: tl.constexpr, STRIDE: tl.constexpr,
            PAIRS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
-           INDEX_BLOCK: tl.constexpr, ALONE: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """Programs of a row: parts of its entry's channels, then those of an index's entry. ALONE: each row is a sequence,
+           INDEX_BLOCK: tl.constexpr, SINGLE: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    """Programs of a row: parts of its entry's channels, then those of an index's entry. SINGLE: each row is a sequence,
     and its inputs are in the ring; else those of the step are fresh [T, INPUTS]."""
     begin(OVERLAP)
     # All on one axis of the grid: the others end at 65,535 rows.
@@ -153,29 +153,30 @@ def _close(input_ring, fresh, bias, norm, pages, index_bias, index_norm, index_p
     position = tl.load(positions + t)
     if (position + 1) % STRIDE != 0:
         return
-    sequence = t if ALONE else tl.load(sequences + t)
-    since = position + 1 if ALONE else tl.load(firsts + sequence)
+    sequence = t if SINGLE else tl.load(sequences + t)
+    since = position + 1 if SINGLE else tl.load(firsts + sequence)
     input_ring += tl.load(slots + sequence) * kept_slot
-    if not ALONE:
+    if not SINGLE:
         fresh += (tl.load(begins + sequence) - since) * INPUTS
     place, parts = tl.load(places + t), (SIZE + CHANNELS - 1) // CHANNELS
     sums += t * (SIZE + INDEX_SIZE)
     if part < parts:
-        _close_part(input_ring, fresh, since, bias, norm, pages, sums, arrived + 2 * t, cos, sin, position, place, eps,
-                    part, INPUTS, KEPT, SIZE, SERIES, STRIDE, PAIRS, TOKENS, CHANNELS, BLOCK)  # fmt: skip
+        _compress_part(input_ring, fresh, since, bias, norm, pages, sums, arrived + 2 * t, cos, sin, position, place,
+                    eps, part, INPUTS, KEPT, SIZE, SERIES, STRIDE, PAIRS, TOKENS, CHANNELS, BLOCK)  # fmt: skip
     elif INDEX_SIZE:
         own = 2 * SERIES * SIZE  # columns before an index's
-        _close_part(input_ring + own, fresh + own, since, index_bias, index_norm, index_pages, sums + SIZE,
+        _compress_part(input_ring + own, fresh + own, since, index_bias, index_norm, index_pages, sums + SIZE,
                     arrived + 2 * t + 1, cos, sin, position, place, eps, part - parts, INPUTS, KEPT, INDEX_SIZE,
                     SERIES, STRIDE, PAIRS, TOKENS, CHANNELS, INDEX_BLOCK)  # fmt: skip
 
 
-def enter(
-    p: Projected, rows: StepRows, shape: SharedKv, weights: SharedKvWeights, ring: Tensor, kept: Tensor | None
+def append_rows(
+    p: Projected, rows: StepRows, shape: CompressedAttention, weights: CompressedWeights, ring: Tensor,
+    input_ring: Tensor | None,
 ) -> IndexQueryRows:
     """Turns queries in place; key and inputs go into their rings."""
-    pool, count = shape.pool, len(p.q)
-    index = None if pool is None else pool.index
+    compression, count = shape.compression, len(p.q)
+    index = None if compression is None else compression.index
     heads, dim = (0, 2) if index is None else (index.heads, index.dim)
     weights_of_heads = p.q.new_empty((count, heads), dtype=torch.float32)
     entered = IndexQueryRows(
@@ -187,11 +188,11 @@ def enter(
     index_q, index_weights = p.q, p.kv
     if p.index_q is not None and p.index_weights is not None:
         index_q, index_weights = p.index_q, p.index_weights
-    _enter[(shape.heads + 2 + heads, count)](
-        p.q, p.kv, inputs, index_q, index_weights, ring, ring if kept is None else kept, *entered,
+    _append_rows[(shape.heads + 2 + heads, count)](
+        p.q, p.kv, inputs, index_q, index_weights, ring, ring if input_ring is None else input_ring, *entered,
         weights.cos, weights.sin, rows.positions, rows.slots, inputs.stride(0), index_weights.stride(0),
-        ring.stride(0), 0 if kept is None else kept.stride(0), HEADS=shape.heads, DIM=shape.dim,
-        RING=ring.shape[1], INPUTS=size, KEPT=1 if kept is None else kept.shape[1], INDEX_HEADS=heads,
+        ring.stride(0), 0 if input_ring is None else input_ring.stride(0), HEADS=shape.heads, DIM=shape.dim,
+        RING=ring.shape[1], INPUTS=size, KEPT=1 if input_ring is None else input_ring.shape[1], INDEX_HEADS=heads,
         INDEX_DIM=dim, PAIRS=weights.cos.shape[1], BLOCK=triton.next_power_of_2(shape.dim // 2),
         INDEX_BLOCK=triton.next_power_of_2(dim // 2), INPUTS_BLOCK=triton.next_power_of_2(max(1, size)),
         HEADS_BLOCK=triton.next_power_of_2(max(1, heads)), num_warps=2, **overlapped(p.q.device),
@@ -199,28 +200,30 @@ def enter(
     return entered
 
 
-def close(
+def compress(
     rows: StepRows,
-    shape: SharedKv,
-    pool: Pool,
-    weights: SharedKvWeights,
-    kept: Tensor,
+    shape: CompressedAttention,
+    compression: Compression,
+    weights: CompressedWeights,
+    input_ring: Tensor,
     pages: tuple[Tensor, ...],
     arrived: Tensor,
     fresh: Tensor | None = None,
 ) -> None:
-    """Writes the entries, and an index's, whose last token is among the rows. arrived: zeros, as `enter` left it. fresh
-    [T, n]: inputs of rows that are not in the ring yet; None: every row is a sequence of its own, and in its ring."""
-    count, (size, *more) = len(rows.positions), pool.widths(shape.dim)
-    tokens, index_size = triton.next_power_of_2(pool.rows), more[0] if more else 0
+    """Writes the entries, and an index's, whose last token is among the rows. arrived: zeros, as `append_rows` left it.
+    fresh [T, n]: inputs of rows that are not in the ring yet; None: every row is a sequence of its own, and in its
+    ring."""
+    count, (size, *more) = len(rows.positions), compression.widths(shape.dim)
+    tokens, index_size = triton.next_power_of_2(compression.rows), more[0] if more else 0
     channels = max(LEAST_CHANNELS, ELEMENTS // tokens)
-    own, index = weights.pools[0], weights.pools[-1]
-    sums = kept.new_empty((count, size + index_size), dtype=torch.float32)
-    _close[((triton.cdiv(size, channels) + triton.cdiv(index_size, channels)) * count,)](
-        kept, kept if fresh is None else fresh, *own, pages[0], *index, pages[-1], sums, arrived, weights.cos,
-        weights.sin, rows.positions, rows.sequence, rows.slots, rows.begins, rows.first, rows.cache_slots, shape.eps,
-        kept.stride(0), INPUTS=kept.shape[2], KEPT=kept.shape[1], SIZE=size, INDEX_SIZE=index_size,
-        SERIES=pool.series, STRIDE=pool.stride, PAIRS=weights.cos.shape[1], TOKENS=tokens, CHANNELS=channels,
-        BLOCK=triton.next_power_of_2(size // 2), INDEX_BLOCK=triton.next_power_of_2(max(2, index_size) // 2),
-        ALONE=fresh is None, num_warps=4, **overlapped(kept.device),
+    own, index = weights.compressions[0], weights.compressions[-1]
+    sums = input_ring.new_empty((count, size + index_size), dtype=torch.float32)
+    _compress[((triton.cdiv(size, channels) + triton.cdiv(index_size, channels)) * count,)](
+        input_ring, input_ring if fresh is None else fresh, *own, pages[0], *index, pages[-1], sums, arrived,
+        weights.cos, weights.sin, rows.positions, rows.sequence, rows.slots, rows.begins, rows.first, rows.cache_slots,
+        shape.eps, input_ring.stride(0), INPUTS=input_ring.shape[2], KEPT=input_ring.shape[1], SIZE=size,
+        INDEX_SIZE=index_size, SERIES=compression.series, STRIDE=compression.stride, PAIRS=weights.cos.shape[1],
+        TOKENS=tokens, CHANNELS=channels, BLOCK=triton.next_power_of_2(size // 2),
+        INDEX_BLOCK=triton.next_power_of_2(max(2, index_size) // 2), SINGLE=fresh is None, num_warps=4,
+        **overlapped(input_ring.device),
     )  # fmt: skip

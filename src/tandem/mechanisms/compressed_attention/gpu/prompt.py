@@ -11,14 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.gpu.dependent_launch import begin, overlapped
 from tandem.kernels.gpu.shared_memory import shared_bytes
 from tandem.kernels.step_rows import StepRows
+from tandem.mechanisms.compressed_attention.gpu.append import turned
+from tandem.mechanisms.compressed_attention.gpu.attend import EntriesSeen
+from tandem.mechanisms.compressed_attention.shape import CompressedAttention
+from tandem.mechanisms.compressed_attention.weights import CompressedWeights
 from tandem.mechanisms.latent.gpu.per_head import precision
-from tandem.mechanisms.shared_kv.gpu.attend import EntriesSeen
-from tandem.mechanisms.shared_kv.gpu.enter import turned
-from tandem.mechanisms.shared_kv.shape import SharedKv
-from tandem.mechanisms.shared_kv.weights import SharedKvWeights
 
 STAGES = 2  # blocks of keys on their way
 WIDE_HEADS, WIDE_KEYS = 64, 32  # of a program, and keys at a time
@@ -43,7 +43,7 @@ def _turn_rows(x, positions, cos, sin, HEADS: tl.constexpr, DIM: tl.constexpr, P
     tl.store(at + 1, b.to(x.dtype.element_ty), inside)
 
 
-def turn_rows(x: Tensor, rows: StepRows, weights: SharedKvWeights, back: bool = False) -> Tensor:
+def turn_rows(x: Tensor, rows: StepRows, weights: CompressedWeights, back: bool = False) -> Tensor:
     """x [T, n, D], contiguous, whose last channels turn in place, in float32."""
     count, heads, dim = x.shape
     pairs, block = weights.cos.shape[1], min(TURNED_HEADS, triton.next_power_of_2(heads))
@@ -109,8 +109,8 @@ def _attend_rows(q, new, ring, entries, chosen, tables, positions, sequences, sl
 
 
 def attend_rows(
-    q: Tensor, new: Tensor, rows: StepRows, shape: SharedKv, weights: SharedKvWeights, ring: Tensor,
-    seen: EntriesSeen | None,
+    q: Tensor, new: Tensor, rows: StepRows, shape: CompressedAttention, weights: CompressedWeights, ring: Tensor,
+    visible: EntriesSeen | None,
 ) -> Tensor:  # fmt: skip
     """q [T, H * D] and new [T, D], turned; the ring is as it was before these rows -> [T, H, D], not turned back."""
     count, heads, dim = len(q), shape.heads, shape.dim
@@ -118,13 +118,13 @@ def attend_rows(
     block = max(FEW_HEADS, min(WIDE_HEADS if many else FEW_HEADS, triton.next_power_of_2(heads)))
     keys = WIDE_KEYS if block > FEW_HEADS else FEW_KEYS
     out = q.new_empty((count, heads, dim))
-    entries, chosen = (ring, None) if seen is None else (seen.pages, seen.chosen)
+    entries, chosen = (ring, None) if visible is None else (visible.pages, visible.chosen)
     _attend_rows[(triton.cdiv(heads, block) * count,)](
         q, new, ring, entries, rows.tables if chosen is None else chosen, rows.tables, rows.positions, rows.sequence,
-        rows.slots, rows.begins, rows.first, weights.sinks, out, shape.scale, 0 if seen is None else seen.most,
+        rows.slots, rows.begins, rows.first, weights.sinks, out, shape.scale, 0 if visible is None else visible.most,
         rows.tables.shape[1], ring.stride(0), WINDOW=shape.window, RING=ring.shape[1],
-        STRIDE=1 if seen is None else seen.stride, PAGE=entries.shape[1], CHOSEN=chosen is not None,
-        POOLED=seen is not None, HEADS=heads, DIM=dim, BLOCK=block, KEYS=keys,
+        STRIDE=1 if visible is None else visible.stride, PAGE=entries.shape[1], CHOSEN=chosen is not None,
+        POOLED=visible is not None, HEADS=heads, DIM=dim, BLOCK=block, KEYS=keys,
         WIDE=max(16, triton.next_power_of_2(dim)), PRECISION=precision(q), num_warps=8 if block > FEW_HEADS else 4,
         num_stages=STAGES, **overlapped(q.device),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Attention over one key per token that is its value, too: a window of last tokens, and entries that stand for many."""
+"""Compressed attention: one key per token that is its value, too; a window of last tokens, and entries for many."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class EntryIndex:
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class Compression:
     """Every `stride` tokens become one entry: sums of their inputs, channel by channel weighted by a softmax of gates.
 
     overlap: an entry also takes the window before, by inputs and gates of their own. index: of one's own smaller
@@ -49,8 +49,8 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedKv:
-    """Heads of queries over one key of `dim` channels for each of the last `window` tokens, and over a pool's entries.
+class CompressedAttention:
+    """Heads of queries over one key of `dim` channels for each of the last `window` tokens, and over entries.
 
     Queries are made from a latent of `q_rank` and normed per head. The last channels of queries and keys turn, and
     those of the result turn back. Every head has a sink. The output is projected in `out_groups` groups of heads to
@@ -65,7 +65,7 @@ class SharedKv:
     out_groups: int
     out_rank: int
     eps: float
-    pool: Pool | None = None
+    compression: Compression | None = None
 
     @property
     def scale(self) -> float:
@@ -80,29 +80,29 @@ class SharedKv:
     @property
     def sees_all(self) -> bool:
         """Whether a token looks back farther than its window."""
-        return self.pool is not None
+        return self.compression is not None
 
     def keys_seen(self, length: int) -> int:
         """By a token after `length` others: of its window, and entries."""
-        entries = 0 if self.pool is None else length // self.pool.stride
+        entries = 0 if self.compression is None else length // self.compression.stride
         return min(length, self.window) + entries - self.unseen(length)
 
     def scored_products(self, length: int) -> int:
         """Products of an index that chooses among entries of so many tokens: its heads' queries with their keys."""
-        index = None if self.pool is None else self.pool.index
-        if self.pool is None or index is None or length // self.pool.stride <= index.budget:
+        index = None if self.compression is None else self.compression.index
+        if self.compression is None or index is None or length // self.compression.stride <= index.budget:
             return 0
-        return length // self.pool.stride * index.heads * index.dim
+        return length // self.compression.stride * index.heads * index.dim
 
     def unseen(self, length: int) -> int:
         """Entries of so many tokens that an index leaves out."""
-        if self.pool is None or self.pool.index is None:
+        if self.compression is None or self.compression.index is None:
             return 0
-        return max(0, length // self.pool.stride - self.pool.index.budget)
+        return max(0, length // self.compression.stride - self.compression.index.budget)
 
     def params(self, hidden: int) -> int:
         q = hidden * self.q_rank + self.q_rank * self.heads * self.dim
-        return q + hidden * self.dim + self.head_params + self._pool_params(hidden) + self._out(hidden)
+        return q + hidden * self.dim + self.head_params + self._compression_params(hidden) + self._out(hidden)
 
     @property
     def head_params(self) -> int:
@@ -112,19 +112,19 @@ class SharedKv:
     def _out(self, hidden: int) -> int:
         return self.out_groups * self.out_rank * hidden
 
-    def _pool_params(self, hidden: int) -> int:
-        if self.pool is None:
+    def _compression_params(self, hidden: int) -> int:
+        if self.compression is None:
             return 0
-        index = self.pool.index
+        index = self.compression.index
         chooses = 0 if index is None else self.q_rank * index.heads * index.dim + hidden * index.heads
-        return hidden * self.pool.inputs(self.dim) + chooses
+        return hidden * self.compression.inputs(self.dim) + chooses
 
     def states(self) -> tuple[State, ...]:
         """An entry of tokens up to p lies in row p / stride. One that a wrong guess has closed is seen by nobody, and
         closed again by the token that comes."""
         window = WindowRing(Array("window", (self.dim,)), self.window)
-        if self.pool is None:
+        if self.compression is None:
             return (window,)
-        inputs = WindowRing(Array("inputs", (self.pool.inputs(self.dim),)), self.pool.rows)
-        names = zip(("entry", "index"), self.pool.widths(self.dim), strict=False)
-        return window, inputs, Pages(tuple(Array(n, (w,)) for n, w in names), self.pool.stride)
+        inputs = WindowRing(Array("inputs", (self.compression.inputs(self.dim),)), self.compression.rows)
+        names = zip(("entry", "index"), self.compression.widths(self.dim), strict=False)
+        return window, inputs, Pages(tuple(Array(n, (w,)) for n, w in names), self.compression.stride)

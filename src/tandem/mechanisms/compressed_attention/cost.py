@@ -1,4 +1,4 @@
-"""Planner costs of attention over shared keys."""
+"""Planner costs of compressed attention."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tandem.mechanisms import cost
+from tandem.mechanisms.compressed_attention.shape import CompressedAttention
 from tandem.mechanisms.cost import KeyShape, Limit, Output
-from tandem.mechanisms.shared_kv.shape import SharedKv
 from tandem.spec.gpu_scratch import StepSize
 from tandem.spec.rope import Rope
 from tandem.spec.stored import StoredFormats
 
-SHARED_KEY_BYTES = 1 << 26  # of keys that are gathered at a time, and as many of an index's products
+COMPRESSED_KEY_BYTES = 1 << 26  # of keys that are gathered at a time, and as many of an index's products
 
 
-class Cost(cost.Cost[SharedKv]):
+class Cost(cost.Cost[CompressedAttention]):
     """Cost of a window of last tokens, and of entries that stand for many."""
 
     own_kernels = "keys that are values, too, have kernels of their own"
@@ -35,7 +35,7 @@ class Cost(cost.Cost[SharedKv]):
         return (self.shape.rope,)
 
     def scratch_bytes(self, step: StepSize, hidden: int, streams: int) -> int:
-        return shared_kv_scratch_bytes(self.shape, step)
+        return compressed_scratch_bytes(self.shape, step)
 
     @property
     def number_params(self) -> int:
@@ -50,7 +50,7 @@ class Cost(cost.Cost[SharedKv]):
         products = 2.0 * self.shape.keys_seen(middle) * self.shape.heads * self.shape.dim
         return 2.0 * rows * (products + self.shape.scored_products(middle))
 
-    def cut(self, ranks: int) -> SharedKv:
+    def cut(self, ranks: int) -> CompressedAttention:
         s = self.shape
         return replace(s, heads=s.heads // ranks, out_groups=s.out_groups // ranks)
 
@@ -62,21 +62,21 @@ class Cost(cost.Cost[SharedKv]):
         return Output("o_b_proj", self.shape.out_groups * self.shape.out_rank)
 
 
-def shared_kv_scratch_bytes(shape: SharedKv, step: StepSize) -> int:
+def compressed_scratch_bytes(shape: CompressedAttention, step: StepSize) -> int:
     """Gathered keys twice in bfloat16 and in float32, an index's products three times. Of each row: queries as
     projected and normed, results, and what turns of them in float32. What grows with the context comes beside."""
     row = 2 * 3 * shape.heads * shape.dim + 4 * 4 * shape.heads * shape.rope.dims
-    return 9 * SHARED_KEY_BYTES + step.rows * row + _entry_bytes(shape, step)
+    return 9 * COMPRESSED_KEY_BYTES + step.rows * row + _entry_bytes(shape, step)
 
 
-def _entry_bytes(shape: SharedKv, step: StepSize) -> int:
+def _entry_bytes(shape: CompressedAttention, step: StepSize) -> int:
     """Scratch bytes of entries. For each sequence: the places of all its entries, in three arrays of int64. For each
     row: the order of its keys, in two. One row's products with an index count three times, where they are more than
     what is taken at a time."""
-    if shape.pool is None:
+    if shape.compression is None:
         return 0
-    entries, index = step.context // shape.pool.stride, shape.pool.index
+    entries, index = step.context // shape.compression.stride, shape.compression.index
     visible = entries if index is None else min(entries, index.budget)
     one = 0 if index is None else 4 * entries * (index.heads + index.dim)
     order = 2 * 8 * step.rows * (shape.window + visible)
-    return 3 * 8 * step.sequences * entries + order + 3 * max(0, one - SHARED_KEY_BYTES)
+    return 3 * 8 * step.sequences * entries + order + 3 * max(0, one - COMPRESSED_KEY_BYTES)

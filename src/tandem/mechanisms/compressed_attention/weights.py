@@ -1,4 +1,4 @@
-"""Weights of shared keys beside their shape, and how channels turn."""
+"""Weights of compressed attention beside its shape, and how channels turn."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import torch
 from torch import Tensor
 
 
-class PoolWeights(NamedTuple):
+class CompressionWeights(NamedTuple):
     """Weights of entries of one width D, float32. bias [rows, D]: of gates, oldest token first; norm [D]."""
 
     bias: Tensor
     norm: Tensor
 
 
-class SharedKvWeights(NamedTuple):
+class CompressedWeights(NamedTuple):
     """cos, sin float32 [positions, pairs]; sinks float32 [H]; groups [G, rank, H * D / G]: the output's first part;
-    pools: of entries, and of an index's."""
+    compressions: of entries, and of an index's."""
 
     cos: Tensor
     sin: Tensor
     sinks: Tensor
     groups: Tensor
-    pools: tuple[PoolWeights, ...] = ()
+    compressions: tuple[CompressionWeights, ...] = ()
 
 
 def own_bias(bias: Tensor, overlap: bool) -> Tensor:

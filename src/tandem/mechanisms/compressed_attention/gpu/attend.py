@@ -12,13 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.gpu.dependent_launch import begin, overlapped
 from tandem.kernels.gpu.shared_memory import shared_bytes
 from tandem.kernels.step_rows import StepRows
+from tandem.mechanisms.compressed_attention.gpu.append import turned
+from tandem.mechanisms.compressed_attention.shape import CompressedAttention
+from tandem.mechanisms.compressed_attention.weights import CompressedWeights
 from tandem.mechanisms.latent.gpu.per_head import precision
-from tandem.mechanisms.shared_kv.gpu.enter import turned
-from tandem.mechanisms.shared_kv.shape import SharedKv
-from tandem.mechanisms.shared_kv.weights import SharedKvWeights
 
 HEADS = 16  # of a program: the fewest that tensor cores take
 KEYS, FEW_KEYS = 32, 16  # at a time; and where there is little shared memory, as on a GeForce
@@ -112,22 +112,23 @@ def _merge(sums, tops, totals, sinks, cos, sin, positions, out, parts, HEADS: tl
 
 
 def attend(
-    q: Tensor, rows: StepRows, shape: SharedKv, weights: SharedKvWeights, ring: Tensor, seen: EntriesSeen | None
+    q: Tensor, rows: StepRows, shape: CompressedAttention, weights: CompressedWeights, ring: Tensor,
+    visible: EntriesSeen | None,
 ) -> Tensor:
     """q [T, H * D], turned, over the rings and entries -> [T, H * D], turned back."""
     count, heads, dim = len(q), shape.heads, shape.dim
-    groups, most = triton.cdiv(heads, HEADS), shape.window + (0 if seen is None else seen.most)
+    groups, most = triton.cdiv(heads, HEADS), shape.window + (0 if visible is None else visible.most)
     keys = KEYS if shared_bytes(q.device) >= MANY_BYTES else FEW_KEYS
     parts = max(1, min(triton.cdiv(most, keys), triton.cdiv(PROGRAMS, count * groups)))
     sums = q.new_empty((count, heads, parts, dim), dtype=torch.float32)
     tops, totals = sums.new_empty(2, count, heads, parts)
-    entries = ring if seen is None else seen.pages
-    chosen = None if seen is None else seen.chosen
+    entries = ring if visible is None else visible.pages
+    chosen = None if visible is None else visible.chosen
     _attend[(groups, parts, count)](
         q, ring, entries, rows.tables if chosen is None else chosen, rows.tables, rows.positions, rows.slots, sums,
-        tops, totals, shape.scale, 0 if seen is None else seen.most, rows.tables.shape[1], ring.stride(0),
-        WINDOW=shape.window, RING=ring.shape[1], STRIDE=1 if seen is None else seen.stride, PAGE=entries.shape[1],
-        CHOSEN=chosen is not None, POOLED=seen is not None, HEADS=heads, DIM=dim, BLOCK=HEADS, KEYS=keys,
+        tops, totals, shape.scale, 0 if visible is None else visible.most, rows.tables.shape[1], ring.stride(0),
+        WINDOW=shape.window, RING=ring.shape[1], STRIDE=1 if visible is None else visible.stride, PAGE=entries.shape[1],
+        CHOSEN=chosen is not None, POOLED=visible is not None, HEADS=heads, DIM=dim, BLOCK=HEADS, KEYS=keys,
         WIDE=max(16, triton.next_power_of_2(dim)), PRECISION=precision(q), num_warps=4, **overlapped(q.device),
     )  # fmt: skip
     out = torch.empty_like(q)

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from tandem import _core
 from tandem.kernels.cpu_ops import CpuOps, heads_of
-from tandem.mechanisms.shared_kv.shape import SharedKv
-from tandem.mechanisms.shared_kv.torch import SharedKvHeads
-from tandem.mechanisms.shared_kv.weights import SharedKvWeights
+from tandem.mechanisms.compressed_attention.shape import CompressedAttention
+from tandem.mechanisms.compressed_attention.torch import CompressedHeads
+from tandem.mechanisms.compressed_attention.weights import CompressedWeights
 
 
 class OwnKeys:
@@ -31,6 +31,6 @@ class OwnKeys:
         return out
 
 
-def bound(ops: CpuOps, shape: SharedKv, weights: SharedKvWeights, fmt: str = "bf16") -> SharedKvHeads:
+def bound(ops: CpuOps, shape: CompressedAttention, weights: CompressedWeights, fmt: str = "bf16") -> CompressedHeads:
     """Packs `weights.groups` once."""
-    return SharedKvHeads(shape, weights, OwnKeys(ops.dense), ops.per_head(weights.groups, fmt))
+    return CompressedHeads(shape, weights, OwnKeys(ops.dense), ops.per_head(weights.groups, fmt))

@@ -1,4 +1,4 @@
-"""`SharedKvHeads`: shared keys between their matrices, in torch; `Attend` is what machines do in their own way."""
+"""`CompressedHeads`: compressed attention between its matrices, in torch; `Attend` differs by machine."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 from tandem.kernels.ops import PerHead
 from tandem.kernels.step_rows import BlockRows, StepRows
-from tandem.mechanisms.shared_kv.cost import SHARED_KEY_BYTES
-from tandem.mechanisms.shared_kv.pool import Entries, VisibleEntries
-from tandem.mechanisms.shared_kv.shape import SharedKv
-from tandem.mechanisms.shared_kv.weights import SharedKvWeights, turn
+from tandem.mechanisms.compressed_attention.cost import COMPRESSED_KEY_BYTES
+from tandem.mechanisms.compressed_attention.entries import Entries, VisibleEntries
+from tandem.mechanisms.compressed_attention.shape import CompressedAttention
+from tandem.mechanisms.compressed_attention.weights import CompressedWeights, turn
 
 
 class Attend(Protocol):
@@ -45,29 +45,29 @@ class WindowKeys(NamedTuple):
     order: Tensor | None
 
 
-class SharedKvHeads:
+class CompressedHeads:
     """From projected rows to the output's groups. Rows depend on their own sequence only, not on how it was cut."""
 
     def __init__(
-        self, shape: SharedKv, weights: SharedKvWeights, attend: Attend, groups: Callable[[Tensor], Tensor]
+        self, shape: CompressedAttention, weights: CompressedWeights, attend: Attend, groups: Callable[[Tensor], Tensor]
     ) -> None:
         """groups: multiplies [T, G, H * D / G] by each group's own matrix, to [T, G, rank]. `weights.groups` is not
         kept beside it: DeepSeek-V4-Flash's are 2.7 GiB."""
         weights = weights._replace(groups=weights.groups.new_empty(0))
         self.shape, self.weights, self._attend, self._groups = shape, weights, attend, groups
-        self._entries = None if shape.pool is None else Entries(shape, shape.pool, weights)
+        self._entries = None if shape.compression is None else Entries(shape, shape.compression, weights)
 
-    def __call__(self, p: Projected, rows: StepRows, ring: Tensor, pooled: tuple[Tensor, ...]) -> Tensor:
-        """-> [T, G * rank]. ring [slots, R, D], R >= window; pooled: the ring of inputs, then pages of entries
+    def __call__(self, p: Projected, rows: StepRows, ring: Tensor, compressed_kv: tuple[Tensor, ...]) -> Tensor:
+        """-> [T, G * rank]. ring [slots, R, D], R >= window; compressed_kv: the ring of inputs, then pages of entries
         [pages, n, D] and of an index's. All of them go on. q and kv are changed."""
         shape, (cos, sin) = self.shape, rows.once(("turns", id(self.weights.cos)), lambda: self._turns(rows))
         q, kv = turn(p.q.view(len(p.q), shape.heads, shape.dim), cos[:, None], sin[:, None]), turn(p.kv, cos, sin)
-        visible, entries = self._visible(p, rows, pooled), pooled[1] if pooled else kv[None, :0]
+        visible, entries = self._visible(p, rows, compressed_kv), compressed_kv[1] if compressed_kv else kv[None, :0]
         window = self._keys(rows, visible, ring.shape[1])
-        if rows.alone:  # they may follow each other in one ring
+        if rows.row_per_sequence:  # they may follow each other in one ring
             rows.keep(ring, kv)
         out = self._attended(q, rows.joined(ring, kv), window, visible, entries.flatten(0, 1))
-        if not rows.alone:  # a ring has no room for all rows of a prompt beside those before
+        if not rows.row_per_sequence:  # a ring has no room for all rows of a prompt beside those before
             rows.keep(ring, kv)
         turn(out, cos[:, None], -sin[:, None])
         return self._groups(out.view(len(out), shape.out_groups, shape.group_dim)).flatten(1)
@@ -96,14 +96,14 @@ class SharedKvHeads:
     def _turns(self, rows: StepRows) -> tuple[Tensor, Tensor]:
         return self.weights.cos[rows.positions], self.weights.sin[rows.positions]
 
-    def _visible(self, p: Projected, rows: StepRows, pooled: tuple[Tensor, ...]) -> VisibleEntries | None:
+    def _visible(self, p: Projected, rows: StepRows, compressed_kv: tuple[Tensor, ...]) -> VisibleEntries | None:
         """Entries that rows see, the new ones among them."""
         if self._entries is None:
             return None
         assert p.inputs is not None
-        inputs, *pages = pooled
-        self._entries.close(p.inputs, rows, inputs, tuple(pages))
-        visible, index = self._entries.all_seen(rows, pages[0].shape[1]), self._entries.pool.index
+        inputs, *pages = compressed_kv
+        self._entries.compress(p.inputs, rows, inputs, tuple(pages))
+        visible, index = self._entries.all_seen(rows, pages[0].shape[1]), self._entries.compression.index
         if index is None:
             return visible
         assert p.index_q is not None and p.index_weights is not None
@@ -116,7 +116,7 @@ class SharedKvHeads:
         """[T, H, D]. tokens: `StepRows.joined`; entries: all pages' rows."""
         window, counts, order = keys_of
         width = window.shape[1] + (0 if visible is None else visible.width)
-        each = max(1, SHARED_KEY_BYTES // (width * q.shape[2] * q.element_size()))
+        each = max(1, COMPRESSED_KEY_BYTES // (width * q.shape[2] * q.element_size()))
         out = torch.empty_like(q)
         for i in range(0, len(q), each):
             part = slice(i, i + each)
@@ -130,8 +130,8 @@ class SharedKvHeads:
 
     def _keys(self, rows: StepRows, visible: VisibleEntries | None, size: int) -> WindowKeys:
         """size: of the ring."""
-        pool, most = self.shape.pool, self.shape.window
-        kind = "window", most, size, None if pool is None else pool, None if visible is None else visible.width
+        compression, most = self.shape.compression, self.shape.window
+        kind = "window", most, size, compression, None if visible is None else visible.width
         return rows.once(kind, lambda: _keys(rows, visible, most, size))
 
 
@@ -167,5 +167,7 @@ class PerHeadOps(Protocol):
     def per_head(self, weights: Tensor, fmt: str = "bf16") -> PerHead: ...
 
 
-def bound(ops: PerHeadOps, shape: SharedKv, weights: SharedKvWeights, fmt: str = "bf16") -> SharedKvHeads:
-    return SharedKvHeads(shape, weights, plain_attend, ops.per_head(weights.groups, fmt))
+def bound(
+    ops: PerHeadOps, shape: CompressedAttention, weights: CompressedWeights, fmt: str = "bf16"
+) -> CompressedHeads:
+    return CompressedHeads(shape, weights, plain_attend, ops.per_head(weights.groups, fmt))

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.kernels.step_rows import StepRows
-from tandem.mechanisms.shared_kv.cost import SHARED_KEY_BYTES
-from tandem.mechanisms.shared_kv.shape import EntryIndex, Pool, SharedKv
-from tandem.mechanisms.shared_kv.weights import PoolWeights, SharedKvWeights, turn
+from tandem.mechanisms.compressed_attention.cost import COMPRESSED_KEY_BYTES
+from tandem.mechanisms.compressed_attention.shape import CompressedAttention, Compression, EntryIndex
+from tandem.mechanisms.compressed_attention.weights import CompressedWeights, CompressionWeights, turn
 from tandem.spec.state import LANES
 
 
@@ -33,49 +33,50 @@ class VisibleEntries(NamedTuple):
 
 
 class Entries:
-    """Closes the windows of a layer, and chooses what each row sees."""
+    """Compresses the tokens of a layer, and chooses what each row sees."""
 
-    def __init__(self, shape: SharedKv, pool: Pool, weights: SharedKvWeights) -> None:
-        self.shape, self.pool, self.weights = shape, pool, weights
+    def __init__(self, shape: CompressedAttention, compression: Compression, weights: CompressedWeights) -> None:
+        self.shape, self.compression, self.weights = shape, compression, weights
 
-    def close(self, inputs: Tensor, rows: StepRows, ring: Tensor, pages: tuple[Tensor, ...]) -> None:
+    def compress(self, inputs: Tensor, rows: StepRows, ring: Tensor, pages: tuple[Tensor, ...]) -> None:
         """inputs [T, n]: of the new tokens. Entries whose last token is among them are written into `pages`; on a GPU
         also those that are still open, which nobody reads before they are written again."""
-        closing = rows.once(("closing", self.pool.stride), lambda: _closing(rows, self.pool.stride))
+        stride = self.compression.stride
+        closing = rows.once(("closing", stride), lambda: _ends_of_entries(rows, stride))
         if len(closing):
-            sources = rows.keys_of(ring.shape[1], self.pool.rows).flip(1)[closing]
+            sources = rows.keys_of(ring.shape[1], self.compression.rows).flip(1)[closing]
             tokens = rows.joined(ring, inputs)[sources]
-            last, target = rows.positions[closing], rows.cache_slots[closing] // self.pool.stride
-            for part, weights, page in zip(self._parts(tokens), self.weights.pools, pages, strict=True):
+            last, target = rows.positions[closing], rows.cache_slots[closing] // stride
+            for part, weights, page in zip(self._parts(tokens), self.weights.compressions, pages, strict=True):
                 page.flatten(0, 1)[target] = self._entry(*part, weights, last).to(page.dtype)
         rows.keep(ring, inputs)
 
     def _parts(self, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Inputs and gates [C, rows, D] of entries, and of an index's, out of [C, rows, all of them]."""
-        widths = self.pool.widths(self.shape.dim)
-        sizes = [w * self.pool.series for w in widths for _ in range(2)]
+        widths = self.compression.widths(self.shape.dim)
+        sizes = [w * self.compression.series for w in widths for _ in range(2)]
         parts = [self._own(part, w) for part, w in zip(tokens.split(sizes, -1), _twice(widths), strict=True)]
         return list(zip(parts[::2], parts[1::2], strict=True))
 
     def _own(self, part: Tensor, width: int) -> Tensor:
         """With an overlap the window before counts by the first series, and the own one by the second."""
-        if not self.pool.overlap:
+        if not self.compression.overlap:
             return part
-        return torch.cat((part[:, : self.pool.stride, :width], part[:, self.pool.stride :, width:]), 1)
+        return torch.cat((part[:, : self.compression.stride, :width], part[:, self.compression.stride :, width:]), 1)
 
-    def _entry(self, kv: Tensor, gates: Tensor, weights: PoolWeights, last: Tensor) -> Tensor:
+    def _entry(self, kv: Tensor, gates: Tensor, weights: CompressionWeights, last: Tensor) -> Tensor:
         """float32 [C, D]. Tokens before the sequence's beginning count for nothing."""
-        back = torch.arange(self.pool.rows - 1, -1, -1, device=last.device)
+        back = torch.arange(self.compression.rows - 1, -1, -1, device=last.device)
         outside = last[:, None] < back
         gates = (gates.float() + weights.bias).masked_fill(outside[:, :, None], float("-inf"))
         summed = (kv.float() * _shares(gates)).sum(1)
         normed = summed * torch.rsqrt(summed.pow(2).mean(-1, keepdim=True) + self.shape.eps) * weights.norm
-        at = (last + 1 - self.pool.stride).clamp(min=0)
+        at = (last + 1 - self.compression.stride).clamp(min=0)
         return turn(normed, self.weights.cos[at], self.weights.sin[at])
 
     def all_seen(self, rows: StepRows, page: int) -> VisibleEntries:
         """Places of every closed entry; `page`: entries of a page."""
-        return rows.once(("seen", self.pool.stride), lambda: _all_seen(rows, self.pool.stride, page))
+        return rows.once(("seen", self.compression.stride), lambda: _all_seen(rows, self.compression.stride, page))
 
     def chosen(
         self, visible: VisibleEntries, index: EntryIndex, query: tuple[Tensor, Tensor], rows: StepRows, keys: Tensor
@@ -88,7 +89,7 @@ class Entries:
         q, weights = turn(query[0].float(), cos, sin), query[1].float() * (index.dim * index.heads) ** -0.5
         visible = _whole_vectors(visible)
         index_keys, best = keys.flatten(0, 1), []
-        each = max(1, SHARED_KEY_BYTES // (4 * visible.width * (index.heads + index.dim)))
+        each = max(1, COMPRESSED_KEY_BYTES // (4 * visible.width * (index.heads + index.dim)))
         for i in range(0, len(q), each):
             part = slice(i, i + each)
             places = visible.of(part)
@@ -120,7 +121,7 @@ def _best(keys: Tensor, q: Tensor, weights: Tensor, counts: Tensor, budget: int)
     return order.sort().values.clamp(max=width - 1)
 
 
-def _closing(rows: StepRows, stride: int) -> Tensor:
+def _ends_of_entries(rows: StepRows, stride: int) -> Tensor:
     """Rows that are the last of an entry; on a GPU, where that is not asked, all."""
     if rows.static:
         return torch.arange(len(rows.positions), device=rows.positions.device)
