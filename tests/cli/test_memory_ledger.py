@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fake_model import fake_plan
+from plans import gpu_plan
 from tandem import _core
 from tandem.architectures.load import config_from_dict
 from tandem.bench.memory_ledger import UsedBytes, anonymous_bytes, memory_columns, planned
@@ -19,7 +20,7 @@ from tandem.experts.eager_copies import EagerCopies
 from tandem.experts.handoff_counts import HandoffSizes
 from tandem.formats.codes import WeightCodes
 from tandem.kernels.cpu import PackedExperts, PackedMatrix, Workspace
-from tandem.planner.gpu_plan import GpuPlan, dense_bytes
+from tandem.planner.gpu_plan import dense_bytes
 from tandem.planner.host_memory import HostShare, host_memory, pinned_bytes
 from tandem.spec.model_config import ModelConfig, rope_bytes
 
@@ -54,7 +55,7 @@ def test_experts_on_the_gpu_are_not_planned_in_ram(ratio: float) -> None:
     config = qwen3(2048, 768, layers=2)
     plan = fake_plan(dtype="bfloat16", expert_format="int4", num_pages=100, page_size=16)
     everyone = 2 * 128
-    gpu = GpuPlan("a GPU", round(ratio * everyone), "uniform", None, (), 1.0)
+    gpu = gpu_plan(round(ratio * everyone))
     there = planned(replace(plan, gpu=gpu), config)
     expert, kv = config.expert_bytes("int4"), 1600 * config.state_layout("bfloat16").token_bytes
     assert there.parts["experts"] == (1 - ratio) * everyone * expert

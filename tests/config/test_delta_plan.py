@@ -33,7 +33,7 @@ def planned(model: ModelConfig = MODEL, free: int = 64 * GIB, **flags: object) -
 
 def test_it_runs_on_the_gpu_with_its_experts() -> None:
     plan = planned()
-    assert plan.gpu is not None and plan.gpu.experts == 8 * 512 and plan.gpu.attention == "triton"
+    assert plan.gpu is not None and plan.gpu.sizes.experts == 8 * 512 and plan.gpu.attention == "triton"
     assert MODEL.state_layout("bfloat16").slot_bytes == SLOT
 
 

@@ -56,7 +56,7 @@ def planned(model: ModelConfig, **flags: object) -> Plan:
 def test_experts_are_divided_between_gpu_and_cpu(model_type: str) -> None:
     model = config_of(model_type)
     plan = planned(model, kt_gpu_experts_ratio=0.1)
-    assert plan.gpu is not None and plan.gpu.experts == round(0.1 * model.routed_experts)
+    assert plan.gpu is not None and plan.gpu.sizes.experts == round(0.1 * model.routed_experts)
     assert model.unread_keys == ()
 
 

@@ -49,7 +49,7 @@ from tandem.spec.stored import StoredFormat, StoredFormats
 def test_a_gpu_is_used_and_filled() -> None:
     p = plan(with_gpu())
     assert p.gpu is not None and "H100" in reason(p, "device")
-    assert p.gpu.experts == 30 * 32  # a small model: all of them
+    assert p.gpu.sizes.experts == 30 * 32  # a small model: all of them
     assert p.gpu.graph_sizes[0] == 1 and p.gpu.placement == "uniform"
     assert all(d.value and d.reason for d in p.decisions)
 
@@ -100,7 +100,7 @@ def test_a_gpu_asked_for_in_vain_is_an_error() -> None:
 )
 def test_experts_asked_for_are_placed(flags: dict[str, object], experts: int) -> None:
     p = plan(with_gpu(), **flags)
-    assert p.gpu is not None and p.gpu.experts == experts
+    assert p.gpu is not None and p.gpu.sizes.experts == experts
 
 
 def test_a_gpu_too_small_says_what_fits() -> None:
@@ -137,7 +137,7 @@ def test_too_little_of_both_memories_says_so_of_both() -> None:
 def test_what_fits_a_small_gpu_is_chosen_by_itself() -> None:
     for free, all_fit in ((2 * GIB - GIB // 8, False), (2 * GIB + GIB // 4, True)):
         p = plan(with_gpu(free=free), context_length=512, max_running_requests=2)
-        assert p.gpu is not None and p.gpu.experts > 0 and (p.gpu.experts == 960) == all_fit
+        assert p.gpu is not None and p.gpu.sizes.experts > 0 and (p.gpu.sizes.experts == 960) == all_fit
 
 
 def test_experts_in_cpu_memory_must_fit_there() -> None:
@@ -249,9 +249,9 @@ def test_the_ledger_has_graphs_of_prompts_and_holds() -> None:
     """Of a plan whose experts travel, and of one where all are on the GPU."""
     for gpu_gib, streamed in ((32, True), (120, False)):
         p = qwen3(gpu_gib, positions=32768, kt_gpu_experts_ratio=0.2 if streamed else 1.0)
-        assert p.gpu is not None and p.gpu.prompt_sizes and (p.gpu.ring_bytes > 0) == streamed
+        assert p.gpu is not None and p.gpu.sizes.prompt_sizes and (p.gpu.sizes.ring_bytes > 0) == streamed
         entries = {entry.name: entry.nbytes for entry in p.ledgers[0].entries}
-        assert entries["prompt graphs"] == prompt_graph_bytes(QWEN3, p.gpu.prompt_sizes, 8 if streamed else 0)
+        assert entries["prompt graphs"] == prompt_graph_bytes(QWEN3, p.gpu.sizes.prompt_sizes, 8 if streamed else 0)
         assert p.ledgers[0].total_bytes <= p.ledgers[0].budget_bytes
 
 
@@ -260,11 +260,11 @@ def test_prompts_that_spare_multiprocessors_have_memory_of_their_own(gpu_gib: in
     """Where none of the experts travels, prompts that run alone have other graphs, too."""
     flags, streamed, parts = {"positions": 32768, "kt_gpu_experts_ratio": share}, share < 1, 8 if share < 1 else 0
     plain, p = (qwen3(gpu_gib, **flags, **more) for more in ({}, {"prefill_reserved_sms": 16}))
-    assert plain.gpu is not None and p.gpu is not None and p.gpu.prompt_sizes == plain.gpu.prompt_sizes
+    assert plain.gpu is not None and p.gpu is not None and p.gpu.sizes.prompt_sizes == plain.gpu.sizes.prompt_sizes
     assert (plain.gpu.reserved_sms, p.gpu.reserved_sms) == (0, 16)
     assert reason(p, "reserved multiprocessors") == "--prefill-reserved-sms"
     entries = {entry.name: entry.nbytes for entry in p.ledgers[0].entries}
-    assert entries["prompt graphs"] == prompt_graph_bytes(QWEN3, p.gpu.prompt_sizes, parts, 16)
+    assert entries["prompt graphs"] == prompt_graph_bytes(QWEN3, p.gpu.sizes.prompt_sizes, parts, 16)
     assert p.ledgers[0].total_bytes <= p.ledgers[0].budget_bytes
     one = prompt_graph_bytes(QWEN3, (2048,), False)
     rows = one - 49 * GRAPH_BYTES - 48 * CHUNK_KERNELS * KERNEL_BYTES - 8 * 151936 * 4
@@ -284,13 +284,13 @@ def test_a_long_context_leaves_room_for_experts(gpu_gib: int) -> None:
     p = qwen3(gpu_gib, mem_fraction_static=0.9)
     assert p.gpu is not None
     gpu = with_gpu(free=gpu_gib * GIB).gpus[0]
-    workspace = GPU_WORKSPACE_BYTES + sum(p.gpu.graph_sizes) * 151936 * 4 + p.gpu.ring_bytes
-    workspace += unpacking_bytes(gpu, QWEN3, LONG_PREFILL_TOKENS if p.gpu.ring_bytes else 2048)
+    workspace = GPU_WORKSPACE_BYTES + sum(p.gpu.graph_sizes) * 151936 * 4 + p.gpu.sizes.ring_bytes
+    workspace += unpacking_bytes(gpu, QWEN3, LONG_PREFILL_TOKENS if p.gpu.sizes.ring_bytes else 2048)
     tables = rope_bytes(QWEN3, QWEN3.max_positions)
-    step = StepSize(LONG_PREFILL_TOKENS if p.gpu.ring_bytes else 2048, 32768, 1)
+    step = StepSize(LONG_PREFILL_TOKENS if p.gpu.sizes.ring_bytes else 2048, 32768, 1)
     workspace += cost_of(QWEN3.mixers[0]).scratch_bytes(step, QWEN3.hidden, 0)
     room = 0.9 * gpu_gib * GIB - workspace - dense_bytes(QWEN3, "bfloat16") - tables
-    experts, kv = p.gpu.experts * QWEN3.expert_bytes("bf16"), p.num_pages * p.page_size * QWEN3_KV
+    experts, kv = p.gpu.sizes.experts * QWEN3.expert_bytes("bf16"), p.num_pages * p.page_size * QWEN3_KV
     assert experts > 0.6 * room and room - 10 * 2**20 < experts + kv < room + 2**21
     assert p.context_length >= (32768 if gpu_gib > 16 else 16384)
     assert "the model could do 262144); --context-length" in reason(p, "context length") or gpu_gib == 80
@@ -299,7 +299,7 @@ def test_a_long_context_leaves_room_for_experts(gpu_gib: int) -> None:
 def test_a_context_asked_for_takes_its_memory_from_experts() -> None:
     p = qwen3(24, context_length=131072)
     assert p.gpu is not None and p.context_length == 131072
-    assert 0 < p.gpu.experts < qwen3(24).gpu.experts  # type: ignore[union-attr]
+    assert 0 < p.gpu.sizes.experts < qwen3(24).gpu.sizes.experts  # type: ignore[union-attr]
     with pytest.raises(
         ConfigError, match="--context-length 262144 needs more KV cache than the [0-9]+ tokens"
     ):
@@ -310,7 +310,7 @@ def test_what_experts_leave_is_the_kv_cache_s() -> None:
     """Where experts cannot use the memory, the context is as long as ever."""
     assert qwen3(32, kt_num_gpu_experts=0, positions=131072).context_length == 131072
     p = qwen3(80, kt_method="INT4")
-    assert p.gpu is not None and (p.gpu.experts, p.context_length) == (6144, 262144)
+    assert p.gpu is not None and (p.gpu.sizes.experts, p.context_length) == (6144, 262144)
 
 
 def test_a_short_context_is_kept_whole() -> None:
@@ -377,7 +377,7 @@ def test_moving_cannot_be_asked_for_and_forbidden() -> None:
 def test_moving_experts_leave_prompts_their_graphs() -> None:
     p, still = (plan(with_gpu(), kt_gpu_experts_ratio=0.5, kt_enable_dynamic_expert_update=on) for on in (True, False))
     assert p.gpu is not None and still.gpu is not None and p.gpu.live
-    assert p.gpu.ring_bytes and p.gpu.prompt_sizes == still.gpu.prompt_sizes != ()
+    assert p.gpu.sizes.ring_bytes and p.gpu.sizes.prompt_sizes == still.gpu.sizes.prompt_sizes != ()
 
 
 def test_moving_experts_takes_a_spare_place_per_layer() -> None:
@@ -408,7 +408,7 @@ def stored_on_gpu(experts: StoredFormat, model: ModelConfig = MODEL, **flags: ob
 
 def test_experts_that_the_gpu_kernels_do_not_read_stay_on_the_cpu() -> None:
     p = stored_on_gpu(Q4_K_M)
-    assert p.gpu is not None and p.gpu.experts == 0 and p.expert_format == "stored"
+    assert p.gpu is not None and p.gpu.sizes.experts == 0 and p.expert_format == "stored"
     assert reason(p, "GPU experts") == "the GPU kernels do not read q4_k, q6_k, so the CPU computes them"
     assert stored_on_gpu(Q4_K_M, kt_num_gpu_experts=0).gpu is not None
     converted = stored_on_gpu(Q4_K_M, kt_method="INT4").gpu
@@ -417,7 +417,7 @@ def test_experts_that_the_gpu_kernels_do_not_read_stay_on_the_cpu() -> None:
 
 def test_experts_with_zero_points_are_on_the_gpu_and_travel() -> None:
     p = stored_on_gpu(replace(INT4, zero_points=True), kt_gpu_experts_ratio=0.5)
-    assert p.gpu is not None and p.gpu.experts > 0 and p.gpu.ring_bytes > 0
+    assert p.gpu is not None and p.gpu.sizes.experts > 0 and p.gpu.sizes.ring_bytes > 0
 
 
 def test_shared_experts_are_not_fused_with_what_the_gpu_does_not_read() -> None:
@@ -441,7 +441,7 @@ def test_unreadable_experts_asked_for_on_the_gpu_are_an_error(flags: dict[str, o
 def test_sizes_that_the_gpu_kernels_do_not_take() -> None:
     odd_experts = model_of(replace(MOE, experts=Experts(32, 191), shared=None))
     p = plan(with_gpu(), odd_experts)
-    assert p.gpu is not None and p.gpu.experts == 0 and "even width, not 191" in reason(p, "GPU experts")
+    assert p.gpu is not None and p.gpu.sizes.experts == 0 and "even width, not 191" in reason(p, "GPU experts")
     p = plan(with_gpu(), replace(MODEL, hidden=580))
     assert p.gpu is None and "multiple of 8, not 580" in reason(p, "device")
 
@@ -474,7 +474,7 @@ def test_dense_codes_leave_room_for_experts() -> None:
     assert plain.gpu is not None and coded.gpu is not None
     saved = dense_bytes(QWEN3, "bfloat16") - dense_bytes(QWEN3, "bfloat16", StoredFormats(dense=fp8))
     assert saved == pytest.approx(0.6 * QWEN3.dense_params, rel=1e-3)
-    assert coded.gpu.experts - plain.gpu.experts > 0.7 * saved / QWEN3.expert_bytes("bf16")
+    assert coded.gpu.sizes.experts - plain.gpu.sizes.experts > 0.7 * saved / QWEN3.expert_bytes("bf16")
 
 
 def test_flags_and_gpus_that_change_nothing_are_named(tmp_path: Path) -> None:
@@ -522,10 +522,10 @@ def test_experts_travel_for_long_prompts() -> None:
     """Where the CPU has some: steps are long, and a ring of the GPU's memory is theirs."""
     p = qwen3(24, kt_method="INT4", kt_gpu_experts_ratio=0.5)
     assert p.gpu is not None and p.gpu.stream_from is None
-    assert 600 * 2**20 < p.gpu.ring_bytes <= RING_BYTES and p.max_step_tokens == LONG_PREFILL_TOKENS
+    assert 600 * 2**20 < p.gpu.sizes.ring_bytes <= RING_BYTES and p.max_step_tokens == LONG_PREFILL_TOKENS
     assert "measured" in reason(p, "streamed experts")
     (vram,) = (each for each in p.ledgers if each.place == VRAM)
-    assert [e.nbytes for e in vram.entries if e.name == "ring"] == [p.gpu.ring_bytes]
+    assert [e.nbytes for e in vram.entries if e.name == "ring"] == [p.gpu.sizes.ring_bytes]
     asked = qwen3(24, kt_gpu_experts_ratio=0.25, kt_gpu_prefill_token_threshold=700)
     assert asked.gpu is not None and asked.gpu.stream_from == 700
     assert reason(asked, "streamed experts") == "--kt-gpu-prefill-token-threshold"
@@ -544,46 +544,46 @@ def test_experts_stay_where_they_cannot_travel(
 ) -> None:
     roomy = replace(with_gpu(free=24 * GIB), available_memory=250 * GIB)
     p = plan(roomy, config_from_dict(QWEN3_KEYS | changes), kt_gpu_experts_ratio=0.25, **flags)
-    assert p.gpu is not None and (p.gpu.ring_bytes, p.gpu.stream_from) == (0, 0)
+    assert p.gpu is not None and (p.gpu.sizes.ring_bytes, p.gpu.stream_from) == (0, 0)
     assert why in reason(p, "streamed experts") and p.max_step_tokens == 2048
 
 
 def test_a_prompt_alone_has_long_steps_where_all_experts_are_on_the_gpu() -> None:
     """Their scratch is in the ledger, and prompts that others wait for have short ones."""
     p = qwen3(80, kt_method="INT4")
-    assert p.gpu is not None and p.gpu.experts == QWEN3.routed_experts
-    assert (p.max_step_tokens, p.gpu.step_tokens, p.gpu.shared_tokens) == (8192, 8192, 2048)
+    assert p.gpu is not None and p.gpu.sizes.experts == QWEN3.routed_experts
+    assert (p.max_step_tokens, p.gpu.sizes.step_tokens, p.gpu.sizes.shared_tokens) == (8192, 8192, 2048)
     assert reason(p, "tokens per step") == "default, for a prompt alone; 2048 of prompts that others wait for"
     scratch, most = (entry.nbytes for entry in p.ledgers[0].entries if entry.name == "prompt scratch"), p.context_length
     assert next(scratch) == cost_of(QWEN3.mixers[0]).scratch_bytes(StepSize(8192, most, 1), QWEN3.hidden, 0)
     assert p.ledgers[0].total_bytes <= p.ledgers[0].budget_bytes
-    assert p.gpu.prompt_sizes == (128, 256, 512, 1024, 2048)
+    assert p.gpu.sizes.prompt_sizes == (128, 256, 512, 1024, 2048)
     asked = qwen3(80, kt_method="INT4", chunked_prefill_size=4096)
-    assert asked.gpu is not None and (asked.max_step_tokens, asked.gpu.shared_tokens) == (4096, 0)
+    assert asked.gpu is not None and (asked.max_step_tokens, asked.gpu.sizes.shared_tokens) == (4096, 0)
     fixed = qwen3(80, kt_method="INT4", enable_deterministic_inference=True)
-    assert fixed.gpu is not None and (fixed.max_step_tokens, fixed.gpu.shared_tokens) == (256, 0)
+    assert fixed.gpu is not None and (fixed.max_step_tokens, fixed.gpu.sizes.shared_tokens) == (256, 0)
     uncut = qwen3(80, kt_method="INT4", disable_cuda_graph=True)  # who comes would wait for a whole chunk
-    assert uncut.gpu is not None and (uncut.max_step_tokens, uncut.gpu.shared_tokens) == (2048, 0)
+    assert uncut.gpu is not None and (uncut.max_step_tokens, uncut.gpu.sizes.shared_tokens) == (2048, 0)
 
 
 def test_long_steps_take_no_expert_s_place_and_shorten_no_context() -> None:
     """On a GPU that all experts just fit: it says why its steps are short."""
-    fits = next(gib for gib in range(16, 40) if qwen3(gib, 40960, kt_method="INT4").gpu.experts == 6144)  # type: ignore[union-attr]
+    fits = next(gib for gib in range(16, 40) if qwen3(gib, 40960, kt_method="INT4").gpu.sizes.experts == 6144)  # type: ignore[union-attr]
     found = [qwen3_of(fits * GIB - (i << 26), kt_method="INT4") for i in range(-16, 16)]
-    some = [p for p in found if p.gpu is not None and p.gpu.experts == 6144 and p.max_step_tokens == 2048]
-    assert some, [(p.gpu.experts, p.max_step_tokens) for p in found if p.gpu]
+    some = [p for p in found if p.gpu is not None and p.gpu.sizes.experts == 6144 and p.max_step_tokens == 2048]
+    assert some, [(p.gpu.sizes.experts, p.max_step_tokens) for p in found if p.gpu]
     for p in some:
         why = r"default; 8192 for a prompt alone would take .* from experts, context or prompt graphs"
         assert re.fullmatch(why, reason(p, "tokens per step"))
-        assert p.gpu is not None and (p.gpu.step_tokens, p.gpu.shared_tokens) == (2048, 0)
-    longer = [p for p in found if p.gpu is not None and p.gpu.experts == 6144 and p.max_step_tokens == 8192]
-    assert longer and all(p.gpu is not None and p.gpu.prompt_sizes for p in longer)  # graphs go first
+        assert p.gpu is not None and (p.gpu.sizes.step_tokens, p.gpu.sizes.shared_tokens) == (2048, 0)
+    longer = [p for p in found if p.gpu is not None and p.gpu.sizes.experts == 6144 and p.max_step_tokens == 8192]
+    assert longer and all(p.gpu is not None and p.gpu.sizes.prompt_sizes for p in longer)  # graphs go first
     assert all(p.ledgers[0].left_bytes > -p.page_size * QWEN3_KV for p in found)  # the last page is a whole one
 
 
 def test_nothing_is_said_where_all_experts_are_on_the_gpu() -> None:
     p = qwen3(80, kt_method="INT4")
-    assert p.gpu is not None and p.gpu.ring_bytes == 0
+    assert p.gpu is not None and p.gpu.sizes.ring_bytes == 0
     assert "streamed experts" not in [decision.name for decision in p.decisions]
 
 

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from plans import gpu_plan
 from tandem.engine.start.gpu_device import planned_device
 from tandem.errors import ConfigError
 from tandem.machine.gpus import Gpu, detect_gpus, parse_nvidia_smi, usable_gpus
 from tandem.machine.machine import Machine
-from tandem.planner.gpu_plan import GpuPlan
 
 GIB = 1 << 30
 ANSWER = """\
@@ -95,7 +95,7 @@ def test_no_answer_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert detect_gpus() == ((), "no GPU was found")
 
 
-PLAN = GpuPlan("RTX 4090", 0, "uniform", None, (), 1.0, uuid="GPU-ab20")
+PLAN = gpu_plan(name="RTX 4090", uuid="GPU-ab20")
 
 
 @pytest.fixture

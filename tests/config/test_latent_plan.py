@@ -40,7 +40,7 @@ def latent(name: str) -> Latent:
 
 def test_it_runs_on_the_gpu_in_our_kernels() -> None:
     plan = planned()
-    assert plan.gpu is not None and plan.gpu.attention == "triton" and plan.gpu.experts == 3 * 64
+    assert plan.gpu is not None and plan.gpu.attention == "triton" and plan.gpu.sizes.experts == 3 * 64
     for backend in ("torch", "flashinfer"):  # as in the tutorial of DeepSeek-V3
         plan = planned(attention_backend=backend)
         assert plan.gpu is not None and plan.gpu.attention == "triton"

@@ -370,7 +370,7 @@ def test_the_deterministic_mode_is_said() -> None:
 def test_beside_a_gpu_the_deterministic_mode_takes_rows_one_by_one() -> None:
     p = plan(with_gpu(), enable_deterministic_inference=True, kt_gpu_experts_ratio=0.5)
     assert p.gpu is not None and p.deterministic and p.max_step_tokens == 256
-    assert not p.gpu.ring_bytes and not p.gpu.prompt_sizes
+    assert not p.gpu.sizes.ring_bytes and not p.gpu.sizes.prompt_sizes
     assert "place decides" in reason(p, "streamed experts")
     asked = {"enable_deterministic_inference": True, "attention_backend": "flashinfer"}
     p = plan(with_gpu(), **asked)

@@ -35,7 +35,7 @@ def question(case: tight.TightCase) -> PlanQuestion:
 def test_its_plans_are_tight_and_fit_its_machine(case: tight.TightCase) -> None:
     """Something is given up for room, little is left, and experts travel; the CPU's part is made up in seconds."""
     plan = question(case).plan()
-    assert plan.gpu is not None and plan.gpu.embedding_in_ram and plan.gpu.ring_bytes
+    assert plan.gpu is not None and plan.gpu.embedding_in_ram and plan.gpu.sizes.ring_bytes
     vram, ram = plan.ledgers
     assert 0 <= vram.left_bytes < 0.02 * vram.budget_bytes and vram.free_bytes == case.gpu_gib * GIB
     assert ram.total_bytes < 32 * GIB and plan.context_length > 16000
@@ -49,7 +49,7 @@ def test_wide_experts_take_the_scratch_of_a_large_gpu() -> None:
     plan, each = asked.plan(), 3 * 4096 * 14336 * 2
     vram, ram = plan.ledgers
     entries = {entry.name: entry.nbytes for entry in vram.entries}
-    assert plan.gpu is not None and 0 < plan.gpu.experts < 4 * 8 and plan.gpu.ring_bytes
+    assert plan.gpu is not None and 0 < plan.gpu.sizes.experts < 4 * 8 and plan.gpu.sizes.ring_bytes
     assert len(asked.model.layers) == 4 and plan.context_length > plan.max_step_tokens == 8192
     rows = 8192 * 2 * 2 * (4096 + 2 * 14336)
     assert entries["workspace"] + entries["attention sums"] == GPU_WORKSPACE_BYTES + 3 * each + rows

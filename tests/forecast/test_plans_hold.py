@@ -65,7 +65,7 @@ def fits(plan: Plan, model: ModelConfig) -> None:
         assert ledger.total_bytes <= ledger.free_bytes, ledger
     assert 1 <= plan.max_running_requests <= plan.max_step_tokens
     assert plan.num_pages * plan.page_size >= min(plan.context_length, model.max_positions) > 0
-    assert plan.gpu is None or 0 <= plan.gpu.experts <= model.routed_experts
+    assert plan.gpu is None or 0 <= plan.gpu.sizes.experts <= model.routed_experts
 
 
 def hints(reason: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -153,7 +153,7 @@ def test_a_share_of_memory_counts_for_experts_beside_a_gpu_too() -> None:
     hint = re.search(r"--mem-fraction-static (0\.\d+) fits without loss", beside)
     assert hint and float(hint[1]) <= 0.9
     plan = resolve(EngineConfig.from_keywords("m", mem_fraction_static=float(hint[1])), model, host, stored)
-    assert plan.gpu and plan.gpu.experts < model.routed_experts
+    assert plan.gpu and plan.gpu.sizes.experts < model.routed_experts
     [ram] = [ledger for ledger in plan.ledgers if ledger.place == "RAM"]
     assert ram.left_bytes >= 0 and ram.budget_bytes == int(float(hint[1]) * host.available_memory)
 

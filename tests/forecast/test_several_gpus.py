@@ -79,7 +79,7 @@ def test_each_rank_has_room_for_a_part_of_every_expert() -> None:
     one, four = question(NEXT, "4x4090"), question(NEXT, "4x4090", tp=4)
     alone, plan = one.plan(), four.plan()
     assert alone.ranks == 1 and plan.ranks == 4
-    assert plan.gpu.experts > 2 * alone.gpu.experts  # narrower, and the dense weights are divided, too
+    assert plan.gpu.sizes.experts > 2 * alone.gpu.sizes.experts  # narrower, and the dense weights are divided, too
     assert decision(plan, "GPUs").value == "0, 1, 2, 3"
     assert "estimated" in decision(plan, "sums of ranks").reason
     assert not any(each.name in ("GPUs", "sums of ranks") for each in alone.decisions)

@@ -70,7 +70,7 @@ def test_every_gpu_s_layers_fit_it(gpus: str, stages: int) -> None:
         assert stage.name == gpu.name and 0 < stage.nbytes < 0.9 * gpu.free_bytes
     assert decision(plan, "stages").value == str(stages)
     assert decision(plan, f"stage {stages - 1}").value.endswith(f"to {borders[-1] - 1}")
-    assert (plan.gpu.ring_bytes, plan.gpu.prompt_sizes, plan.gpu.live) == (0, (), False)
+    assert (plan.gpu.sizes.ring_bytes, plan.gpu.sizes.prompt_sizes, plan.gpu.live) == (0, (), False)
 
 
 @pytest.mark.parametrize("ram", [82, 95, 108, 130])
@@ -85,13 +85,14 @@ def test_what_borders_leave_has_to_fit_into_ram(ram: int) -> None:
 def test_streams_are_said_to_be_on_where_they_are() -> None:
     asked = question("glm-4.5-air", "2x80GB", pipeline_parallel_size=2, kt_gpu_prefill_token_threshold=512)
     plan = asked.plan()
-    assert plan.gpu is not None and plan.gpu.ring_bytes and decision(plan, "streamed experts").value != "off"
+    assert plan.gpu is not None and plan.gpu.sizes.ring_bytes and decision(plan, "streamed experts").value != "off"
 
 
 def test_two_gpus_hold_more_experts_than_one_and_are_forecast_as_faster() -> None:
     one, two = question(NEXT, "24GB"), question(NEXT, "24GB,12GB", pipeline_parallel_size=2)
     single, staged = one.plan(), two.plan()
-    assert single.gpu is not None and staged.gpu is not None and staged.gpu.experts > 1.2 * single.gpu.experts
+    assert single.gpu is not None and staged.gpu is not None
+    assert staged.gpu.sizes.experts > 1.2 * single.gpu.sizes.experts
     assert predicted(two, staged).decode[1].low > predicted(one, single).decode[1].low
     assert predicted(two, staged).decode[1].parts["between stages"] > 0
 
@@ -166,12 +167,12 @@ def test_experts_travel_to_every_stage_where_that_is_asked_for() -> None:
     )
     without, plan = plain.plan(), asked.plan()
     assert without.gpu is not None and plan.gpu is not None
-    assert (without.gpu.ring_bytes, without.max_step_tokens) == (0, 2048)
-    assert plan.gpu.ring_bytes > 0 and plan.gpu.stream_from == 512 and plan.max_step_tokens == 8192
+    assert (without.gpu.sizes.ring_bytes, without.max_step_tokens) == (0, 2048)
+    assert plan.gpu.sizes.ring_bytes > 0 and plan.gpu.stream_from == 512 and plan.max_step_tokens == 8192
     assert "from how many rows" in decision(without, "streamed experts").reason
-    assert plan.gpu.experts < without.gpu.experts
+    assert plan.gpu.sizes.experts < without.gpu.sizes.experts
     for stage, gpu in zip(plan.gpu.stages, asked.machine.gpus, strict=True):
-        assert stage.nbytes + plan.gpu.ring_bytes < 0.9 * gpu.free_bytes
+        assert stage.nbytes + plan.gpu.sizes.ring_bytes < 0.9 * gpu.free_bytes
 
 
 def test_a_gpu_beyond_the_stages_is_named() -> None:
@@ -224,12 +225,12 @@ def test_the_cache_is_shorter_where_borders_would_take_experts_off_the_gpus() ->
     """Down to one context; a length that was asked for stays, and experts go, or are refused."""
     asked = question("qwen3-30b-a3b", "4x24GB", pipeline_parallel_size=4)
     plan = asked.plan()
-    assert plan.gpu is not None and plan.gpu.experts == asked.model.routed_experts
+    assert plan.gpu is not None and plan.gpu.sizes.experts == asked.model.routed_experts
     assert "borders between stages" in decision(plan, "KV cache").reason
     tokens = plan.num_pages * plan.page_size
     assert tokens >= plan.context_length
     longer = replace(asked, config=replace(asked.config, max_total_tokens=tokens + 20_000)).plan()
-    assert longer.gpu is not None and longer.gpu.experts < asked.model.routed_experts
+    assert longer.gpu is not None and longer.gpu.sizes.experts < asked.model.routed_experts
     assert longer.num_pages * longer.page_size >= tokens + 20_000
 
 

@@ -73,7 +73,7 @@ def test_deepseek_v3_uses_a_card_of_24_gb() -> None:
     bus."""
     question = asked("deepseek-v3", SERVER, mem_fraction_static=0.95)
     plan, alone = question.plan(), question.plan(device="cpu")
-    assert plan.gpu is not None and plan.gpu.embedding_in_ram and plan.gpu.ring_bytes
+    assert plan.gpu is not None and plan.gpu.embedding_in_ram and plan.gpu.sizes.ring_bytes
     assert middles(question, plan)[1] > 4 * middles(question, alone)[1]
     assert "embedding in CPU memory" in value(plan) and "CPU memory" in reason(plan, "made to fit")
     assert "else: a context of" in reason(plan, "made to fit")
@@ -206,11 +206,11 @@ def test_a_threshold_that_no_step_reaches_is_said() -> None:
     found = told("deepseek-v4-flash", WORKSTATION, **flags)
     (said,) = (each for each in found.notices if each.startswith("--kt-gpu-prefill-token-threshold 4096 is never"))
     assert "at most 2048 rows (--chunked-prefill-size)" in said
-    assert found.plan is not None and found.plan.gpu is not None and found.plan.gpu.ring_bytes == 0
+    assert found.plan is not None and found.plan.gpu is not None and found.plan.gpu.sizes.ring_bytes == 0
     assert found.to_go_faster[0].change == "without --kt-gpu-prefill-token-threshold"
     for reached in ({"chunked_prefill_size": 4096}, {"chunked_prefill_size": None}):
         plan = asked("deepseek-v4-flash", WORKSTATION, **flags | reached).plan()
-        assert plan.gpu is not None and plan.gpu.ring_bytes and plan.gpu.stream_from == 4096
+        assert plan.gpu is not None and plan.gpu.sizes.ring_bytes and plan.gpu.stream_from == 4096
         assert not any("never reached" in each for each in plan.notices)
     plan = asked("deepseek-v4-flash", WORKSTATION, kt_gpu_prefill_token_threshold=9000).plan()
     assert any("at most 8192 rows (the default)" in each for each in plan.notices)
@@ -237,11 +237,11 @@ def test_rows_of_experts_are_counted_as_the_gpu_has_room_for_them() -> None:
     assert large - small == rows - LEAST_ROW_BYTES
     question = asked("mixtral-8x7b", WORKSTATION, kt_method="INT4", kt_gpu_experts_ratio=0.1)
     plan, gpu = question.plan(), question.machine.gpus[0]
-    assert plan.gpu is not None and plan.gpu.prompt_sizes
+    assert plan.gpu is not None and plan.gpu.sizes.prompt_sizes
     (taken,) = (each.nbytes for each in plan.ledgers[0].entries if each.name == "prompt graphs")
     at_once = experts_at_once(gpu.memory_bytes, 8, 4096, 14336)
     parts = -(-8 // ring_of(model.expert_bytes("int4"), at_once).experts)
-    assert taken == prompt_graph_bytes(model, plan.gpu.prompt_sizes, parts, 0, LEAST_ROW_BYTES)
+    assert taken == prompt_graph_bytes(model, plan.gpu.sizes.prompt_sizes, parts, 0, LEAST_ROW_BYTES)
 
 
 def workspace(question: PlanQuestion, plan: Plan) -> int:
@@ -264,7 +264,7 @@ def test_rows_are_counted_for_the_steps_that_a_plan_takes() -> None:
     small = asked("qwen3-30b-a3b", replace(SMALL, gpus="5.5GB@200GB/s", ram="32GB"), kt_method="INT4")
     cut = small.plan()
     assert "chunks of 1024 tokens" in value(cut) and workspace(small, cut) == 1024 * each
-    assert question.plan(kt_gpu_prefill_token_threshold=0).gpu.experts > question.plan().gpu.experts  # type: ignore[union-attr]
+    assert question.plan(kt_gpu_prefill_token_threshold=0).gpu.sizes.experts > question.plan().gpu.sizes.experts  # type: ignore[union-attr]
 
 
 def test_what_is_easy_is_given_up_before_chunks() -> None:

@@ -69,7 +69,7 @@ def test_the_engine_as_users_start_it(models: ForeignModels, model_type: str) ->
     flags = {"max_total_tokens": 1024, "page_size": 16, "kt_cpuinfer": 2, "max_running_requests": 4}
     llm = LLM(str(models[model_type]), device="cuda", kt_gpu_experts_ratio=0.5, **flags)
     plan = llm.engine.plan
-    assert plan.gpu is not None and plan.gpu.graph_sizes == () and plan.gpu.experts > 0
+    assert plan.gpu is not None and plan.gpu.graph_sizes == () and plan.gpu.sizes.experts > 0
     together = answers(llm, PROMPTS)
     again = llm.generate(PROMPTS[2], SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True))[0]
     assert again.cached_tokens >= 16 and all(map(len, together))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gpu import AVAILABLE, DEVICE, needs_triton
+from plans import gpu_plan
 from tandem import _core
 from tandem.architectures.load import load_config
 from tandem.checkpoint import open_checkpoint
@@ -25,7 +26,6 @@ from tandem.experts.placement import place
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Routing
 from tandem.models import ForwardBatch, build
-from tandem.planner.gpu_plan import GpuPlan
 from tandem.planner.plan import Plan
 from tiny import VOCAB
 
@@ -92,7 +92,7 @@ def decoded(path, share: float, foresight: bool) -> tuple[Tensor, PrefetchCounts
     plan = Plan(
         dtype="bfloat16", expert_format="bf16", tier="scalar", cpus=(-1, -1), context_length=32, page_size=PAGE,
         num_pages=ROWS, max_running_requests=ROWS, max_step_tokens=ROWS, radix_cache=False, fuse_shared_experts=True,
-        gpu=GpuPlan("GPU", round(share * experts), "uniform", None, (ROWS,), PATIENCE),
+        gpu=gpu_plan(round(share * experts), (ROWS,), patience_seconds=PATIENCE),
     )  # fmt: skip
     ops = GpuOps(DEVICE, CpuOps(_core.WorkerPool([-1, -1]), "scalar"))
     router = config.moe.router

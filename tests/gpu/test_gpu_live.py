@@ -16,6 +16,7 @@ import torch
 
 from fake_copies import FakeCopies, advance, at_once
 from gpu import AVAILABLE, DEVICE, fed, needs_cuda, needs_triton
+from plans import gpu_plan
 from tandem import _core
 from tandem.bench.architectures import named_config
 from tandem.bench.placement.request import PlacementFlags, traffic
@@ -29,7 +30,6 @@ from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Routing
 from tandem.kernels.packed.experts import PackedExperts
-from tandem.planner.gpu_plan import GpuPlan
 from tandem.planner.plan import Plan
 
 if AVAILABLE:
@@ -149,7 +149,7 @@ def test_nothing_moves_where_no_layer_has_experts_on_both_sides(caplog: pytest.L
     made = Plan(
         dtype="bfloat16", expert_format="bf16", tier=ops.cpu.tier, cpus=(-1, -1), context_length=64, page_size=16,
         num_pages=4, max_running_requests=1, max_step_tokens=64, radix_cache=False, fuse_shared_experts=False,
-        gpu=GpuPlan("GPU", EXPERTS, "front-loading", None, (), 20.0, live=True),
+        gpu=gpu_plan(EXPERTS, placement="front-loading", patience_seconds=20.0, live=True),
     )  # fmt: skip
     usage = ExpertUsage(2, EXPERTS, padded=True, gpu_experts=placement.gpu_experts, device=DEVICE)
     assert live_experts(made, GpuSide(ops, store, handoff, placement), usage) is None

@@ -38,7 +38,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, P
 def test_quantised_experts_are_served_without_a_flag(directories, index: int) -> None:
     """On the GPU, which reads them as they are stored."""
     llm = LLM(str(directories[index]), **SMALL)
-    assert llm.engine.plan.gpu is not None and llm.engine.plan.gpu.experts > 0
+    assert llm.engine.plan.gpu is not None and llm.engine.plan.gpu.sizes.experts > 0
     (answer,) = llm.generate(["Hello"], GREEDY)
     assert len(answer.token_ids) == 6
 
@@ -62,7 +62,7 @@ def test_k_quants_are_served_on_both_sides(tmp_path: Path) -> None:
     for ratio in (0.0, 0.5, 1.0):
         llm = LLM(str(file), kt_gpu_experts_ratio=ratio, kt_gpu_prefill_token_threshold=0, **SMALL)
         plan = llm.engine.plan
-        assert plan.gpu is not None and plan.gpu.experts == ratio * 32 and plan.expert_format == "stored"
+        assert plan.gpu is not None and plan.gpu.sizes.experts == ratio * 32 and plan.expert_format == "stored"
         (answer,) = llm.generate(["Hello, who are you? " * 3], PROMPT)
         found.append(torch.tensor([each.logprob for each in answer.prompt_logprobs if each.logprob is not None]))
     for other in found[1:]:
@@ -74,7 +74,7 @@ def test_k_quants_are_served_on_both_sides(tmp_path: Path) -> None:
 def test_the_gpu_of_the_plan_is_the_one_that_computes(directories) -> None:
     llm = LLM(str(directories[1]), **SMALL)
     gpu = llm.engine.plan.gpu
-    assert gpu is not None and gpu.experts > 0
+    assert gpu is not None and gpu.sizes.experts > 0
     current = torch.cuda.get_device_properties(torch.cuda.current_device())
     assert gpu.uuid.lower() == f"gpu-{current.uuid}".lower()
     assert len(llm.generate(["Hello"], GREEDY)[0].token_ids) == 6

@@ -98,7 +98,7 @@ def test_each_rank_has_a_gpu_and_the_same_plan(tiny_models) -> None:
     assert [gpu.uuid for gpu in (*first.gpus, *second.gpus)] == ["GPU-a", "GPU-b"]
     assert [gpu.free_bytes for gpu in (*first.gpus, *second.gpus)] == [100 << 30, 100 << 30]
     plan = of(tiny_models["qwen3_moe"], machine, tp=2, device="auto")
-    assert plan.gpu is not None and plan.gpu.uuid == "GPU-a" and plan.gpu.prompt_sizes == ()
+    assert plan.gpu is not None and plan.gpu.uuid == "GPU-a" and plan.gpu.sizes.prompt_sizes == ()
 
 
 @pytest.mark.parametrize(

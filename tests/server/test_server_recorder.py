@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 
 import idle_engine
+from plans import gpu_plan
 from recorded_steps import generate, tiny_engine
 from server_harness import ServerProcess, local_server, running, spawn_real
 from tandem.checkpoint import load_model_config
@@ -16,7 +17,6 @@ from tandem.engine.expert_statistics import expert_placement
 from tandem.experts.placement import load_counts, place
 from tandem.experts.usage.usage_file import read_usage
 from tandem.flags.engine_config import EngineConfig
-from tandem.planner.gpu_plan import GpuPlan
 from tandem.server.engine_process import LoadedEngine
 
 ROUTES = [f"/{action}_expert_distribution_record" for action in ("start", "stop", "dump")]
@@ -202,7 +202,7 @@ def test_the_engine_places_experts_as_they_were_recorded(tiny_models, tmp_path: 
     engine.record_experts("start").result(120)
     generate(engine, list(range(30)))
     file = engine.record_experts("dump").result(120).file
-    gpu = GpuPlan("GPU", 4, "frequency", file, (), 1.0)
+    gpu = gpu_plan(4, placement="frequency", statistics=file)
     placement, counts = expert_placement(gpu, config), read_usage(file).total
     assert placement.total == 4
     assert counts[placement.gpu_experts].min() >= counts[~placement.gpu_experts].max()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from plans import gpu_plan
 from tandem import LLM, SamplingParams, _core
 from tandem.architectures.load import load_config
 from tandem.checkpoint import open_checkpoint
@@ -28,7 +29,6 @@ from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ranks.meeting import Meeting
 from tandem.models import ForwardBatch, build
-from tandem.planner.gpu_plan import GpuPlan
 from tandem.planner.plan import Plan
 from tandem.planner.ranks.cut import cut
 from tandem.spec.shard import RankShard
@@ -57,8 +57,9 @@ def plan(
         dtype="bfloat16", expert_format="bf16", tier=_core.supported_tiers()[-1], cpus=(-1, -1), context_length=64,
         page_size=PAGE, num_pages=ROWS * PAGES, max_running_requests=ROWS, max_step_tokens=256, radix_cache=False,
         fuse_shared_experts=True,
-        gpu=GpuPlan(
-            "GPU", round(share * experts), "random", None, graphs, patience, live, foresight=foresight
+        gpu=gpu_plan(
+            round(share * experts), graphs, placement="random", patience_seconds=patience, live=live,
+            foresight=foresight,
         ),
     )  # fmt: skip
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 from tandem.flags.engine_config import EngineConfig
 from tandem.machine.gpus import Gpu
@@ -11,6 +12,8 @@ from tandem.mechanisms.dense.shape import Dense
 from tandem.mechanisms.experts.shape import Experts, Moe
 from tandem.mechanisms.grouped_query.shape import Gqa
 from tandem.mechanisms.router.shape import Router
+from tandem.planner.gpu_plan import GpuMemory, GpuPlan
+from tandem.planner.memory import MemoryPlan
 from tandem.planner.plan import Plan
 from tandem.planner.resolve import resolve
 from tandem.spec.layers import pre_norm
@@ -41,6 +44,15 @@ def machine(cores: int = 4, nodes: int = 1, free: int = 16 * GIB, quota: float |
 
 def plan(machine: Machine, model: ModelConfig = MODEL, **flags: object) -> Plan:
     return resolve(EngineConfig(model="demo", **flags), model, machine)  # type: ignore[arg-type]
+
+
+def gpu_plan(experts: int = 0, graph_sizes: tuple[int, ...] = (), **others: Any) -> GpuPlan:
+    """A GPU's plan with so many experts and other fields, its own or of its memory, which is not counted."""
+    sizes = {field.name: others.pop(field.name) for field in fields(GpuMemory) if field.name in others}
+    memory = MemoryPlan(0, 0, 0, 0, "", "")
+    own = {"name": "GPU", "placement": "uniform", "statistics": None, "patience_seconds": 1.0} | others
+    division = GpuMemory(experts=experts, expert_reason="", memory=memory, **sizes)
+    return GpuPlan(sizes=division, graph_sizes=graph_sizes, **own)
 
 
 def reason(plan: Plan, name: str) -> str:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fake_model import run, token_ids
+from plans import gpu_plan
 from replayed_graphs import NotedHandoff, NotedStart, without_gpu
 from seeing_requests import ONE, PLAIN, PROMPTS, check, request
 from tandem.engine.engine import Engine
@@ -16,7 +17,6 @@ from tandem.engine.protocol import SamplingSettings
 from tandem.engine.sequence import Chunk, Sequence, show
 from tandem.engine.start.loader import load_parts
 from tandem.flags.engine_config import EngineConfig
-from tandem.planner.gpu_plan import GpuPlan
 from tiny_seeing import save_seeing
 
 
@@ -34,7 +34,7 @@ def replayed(patch: pytest.MonkeyPatch, path: Path) -> tuple[Engine, list[str]]:
     )
     parts = load_parts(config)
     without_gpu(patch, calls)
-    gpu = GpuPlan("none", 0, "uniform", None, (1, 2, 4), 1.0)
+    gpu = gpu_plan(graph_sizes=(1, 2, 4))
     plan = replace(parts.plan, gpu=gpu, max_step_tokens=64)
     hooks = NotedStart(calls, True, False)
     engine = Engine.from_parts(replace(parts, plan=plan, handoff=NotedHandoff(calls), begin_step=hooks))

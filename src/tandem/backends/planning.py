@@ -51,7 +51,7 @@ def experts_plan(
             "free: give kt_method INT4, or put more of them on the GPU (kt_gpu_experts_ratio)"
         )
     return Plan(
-        dtype=dtype, expert_format=expert_format, tier=kernel_tier(config, machine, []), cpus=threads.cpus,
+        dtype=dtype, expert_format=expert_format, tier=kernel_tier(config, machine)[0], cpus=threads.cpus,
         parts=threads.parts, part_nodes=threads.part_nodes, context_length=1, page_size=1, num_pages=1,
         max_running_requests=1, max_step_tokens=1, radix_cache=False, fuse_shared_experts=False,
         dense_codes=dense_choice(dtype, stored, False)[0], int8_activations=config.kt_int8_activations,

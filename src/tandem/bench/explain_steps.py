@@ -53,7 +53,7 @@ def choices(question: StepQuestion, plan: Plan) -> Iterator[tuple[str, Choice[in
     facts = None if plan.gpu is None else PlannedFacts(plan.gpu)
     for count in question.decode:
         yield f"{count} decode", path_of(StepSizes(count, count), facts)
-    shared = 0 if plan.gpu is None or not plan.gpu.prompt_sizes else plan.gpu.shared_tokens
+    shared = 0 if plan.gpu is None or not plan.gpu.sizes.prompt_sizes else plan.gpu.sizes.shared_tokens
     for tokens in question.prefill:
         sizes = StepSizes(min(tokens, plan.max_step_tokens))
         shrinks = bool(shared) and sizes.tokens > shared

@@ -290,7 +290,7 @@ def build(
     copies = registered(plan, side)
     moving = None if live is None or usage is None else live(plan, side, usage, copies)
     stream = expert_stream(plan, side, copies, moving, usage)
-    sizes = plan.gpu.prompt_sizes if request.prompts and plan.gpu is not None else ()
+    sizes = plan.gpu.sizes.prompt_sizes if request.prompts and plan.gpu is not None else ()
     prompts: dict[str, Any] = {"one_stream": meeting is not None}
     prompts |= {"prompts": sizes} if stream is None else {"alone": False, "splits": split_sizes(sizes)}
     runner = partial(_runner, plan, config, model, side, usage, moving, begin_step(side, stream, moving), prompts)

@@ -90,13 +90,13 @@ def planned(plan: Plan, model: ModelConfig, stored: StoredFormats = UNQUANTISED)
     pages = -(-plan.context_length // plan.page_size)
     sizes = sizes_of(model, plan.expert_format, stored.experts, plan.gpu.placement == "front-loading")
     share = host_share(model, plan.gpu, expert, workers, steps, pages, plan.fuse_shared_experts, in_place)
-    tables, routed_bytes = 2 if plan.num_window_pages else 1, sizes.ram_bytes(plan.gpu.experts)
+    tables, routed_bytes = 2 if plan.num_window_pages else 1, sizes.ram_bytes(plan.gpu.sizes.experts)
     host = host_memory(model, dataclasses.replace(share, tables=tables, routed_bytes=routed_bytes))
     layout = model.state_layout(plan.dtype, draft_tokens=plan.draft_tokens)
     states = plan.num_pages * plan.page_size * layout.token_bytes + plan.num_slots * layout.slot_bytes
     if plan.num_window_pages:
         states -= (plan.num_pages - plan.num_window_pages) * plan.page_size * layout.window_token_bytes
-    experts = sizes.gpu_bytes(plan.gpu.experts) + plan.gpu.draft_experts * draft_experts(model) * expert
+    experts = sizes.gpu_bytes(plan.gpu.sizes.experts) + plan.gpu.sizes.draft_experts * draft_experts(model) * expert
     dense = dense_bytes(model, plan.dtype, stored, plan.gpu.embedding_in_ram)
     gpu_bytes = dense + experts + states
     gpu_bytes += rope_bytes(model, plan.context_length)

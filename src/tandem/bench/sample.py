@@ -274,7 +274,7 @@ def running_plan(question: PlanQuestion, small: Plan, model: ModelConfig) -> Run
 def _small_plan(question: PlanQuestion, plan: Plan, model: ModelConfig, tokens: int) -> Plan:
     """Plan of a sample, for a sequence of so many tokens. Made-up weights guess nothing, and have no draft layer."""
     dense, experts = _dense_format(question), _experts_format(question, plan)
-    share = 0.0 if plan.gpu is None else plan.gpu.experts / max(1, question.model.routed_experts)
+    share = 0.0 if plan.gpu is None else plan.gpu.sizes.experts / max(1, question.model.routed_experts)
     config = dataclasses.replace(
         question.config, kt_method=_method(question, plan), kt_weight_path=None, context_length=tokens,
         max_total_tokens=tokens + question.config.page_size, max_running_requests=1, kt_num_gpu_experts=None,

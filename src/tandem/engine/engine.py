@@ -209,7 +209,7 @@ class Engine:
         """Rows that a step of one chunk may shrink to. 0: layers keep of a sequence what cannot be computed again, or
         it has no more rows than that."""
         gpu = self.plan.gpu
-        shared = gpu.shared_tokens if gpu is not None and gpu.prompt_sizes else 0
+        shared = gpu.sizes.shared_tokens if gpu is not None and gpu.sizes.prompt_sizes else 0
         return shared if len(chunks) == 1 and chunks[0].length > shared else 0
 
     def _run(self, step: Step, prefill: StepOverlap | None, drawing: float) -> list[TokenOutput]:

@@ -58,7 +58,7 @@ def expert_placement(gpu: GpuPlan, model: ModelConfig) -> ExpertPlacement:
     layers, experts = len(model.moe_layers), moe.router.num_experts
     if gpu.statistics is not None:
         counts = load_counts(gpu.statistics, layers, experts, model.moe_layers, len(model.layers))
-    return replace(place(gpu.placement, layers, experts, gpu.experts, counts), drafts=gpu.draft_experts)
+    return replace(place(gpu.placement, layers, experts, gpu.sizes.experts, counts), drafts=gpu.sizes.draft_experts)
 
 
 def expert_recorder(

@@ -53,8 +53,8 @@ def pace_of(parts: EngineParts) -> PrefillPace:
     pieces = parts.model.depth if one_rank and isinstance(parts.model, PausingModel) else 1
     whole = seconds is not None and seconds <= MOST_SHARED_SECONDS
     gpu = parts.plan.gpu  # with a ring, and without `seconds`, the CPU has a part in prompts
-    rows = 0 if gpu is None or gpu.streams_experts else max(gpu.prompt_sizes, default=0)
-    shared, pipelined = (0, 1) if gpu is None else (gpu.shared_tokens, gpu.pipelined_chunks)
+    rows = 0 if gpu is None or gpu.streams_experts else max(gpu.sizes.prompt_sizes, default=0)
+    shared, pipelined = (0, 1) if gpu is None else (gpu.sizes.shared_tokens, gpu.pipelined_chunks)
     return PrefillPace(most, seconds is not None, whole, pieces, rows, shared, pipelined)
 
 
@@ -96,7 +96,7 @@ def _gpu_runner(make: Any, parts: EngineParts, states: list[tuple[Tensor, ...]])
     graphs = GraphPlan(
         plan.gpu.graph_sizes, -(-plan.context_length // plan.page_size), plan.gpu.plain_graph_sizes,
         drafting=plan.drafts,
-        windowed=plan.num_window_pages > 0, prompts=plan.gpu.prompt_sizes, no_decodes=parts.replays_without_decodes,
+        windowed=plan.num_window_pages > 0, prompts=plan.gpu.sizes.prompt_sizes, no_decodes=parts.replays_without_decodes,
         splits=parts.split_prompts, each_row=plan.deterministic, speculative=plan.draft_tokens > 0,
         reserved_sms=plan.gpu.reserved_sms, one_stream=parts.group is not None or bool(parts.stages),
         images_from=_images_from(parts),

@@ -61,7 +61,7 @@ def _unless_better(wish: PlanRequest, plan: Plan) -> Plan:
     gpu, config = plan.gpu, wish.config
     gpu_requested = needs_gpu(config) or config.given_flags(SHARE_FIELDS)
     short = plan.context_length < _context_goal(wish)
-    if gpu is None or gpu_requested or (gpu.experts >= wish.model.routed_experts and not short):
+    if gpu is None or gpu_requested or (gpu.sizes.experts >= wish.model.routed_experts and not short):
         return plan
     less = f"on {gpu.name} a context of {plan.context_length} tokens would be what fits"
     try:
@@ -92,7 +92,7 @@ def _least_tight(wish: PlanRequest, device: Device) -> Plan:
 
 def _with_easy(wish: PlanRequest, device: Device, usual: Plan, room: Concessions) -> Plan:
     """Or what is clearly faster and costs neither answers at once nor context: experts gain the room."""
-    if usual.gpu is None or usual.gpu.experts >= wish.model.routed_experts:
+    if usual.gpu is None or usual.gpu.sizes.experts >= wish.model.routed_experts:
         return usual
     plans = {USUAL: usual} | dict(_attempts(wish, device, room.easy()[1:]))
     step = _first(wish, plans, WIDTH)
@@ -151,7 +151,7 @@ def _cramped(wish: PlanRequest, plan: Plan) -> str:
     """The plan's lack for want of memory; "": none."""
     if plan.context_length < _context_goal(wish):
         return f"a context of {plan.context_length} tokens would be what fits"
-    return plan.gpu.cramped if plan.gpu is not None else ""
+    return plan.gpu.sizes.cramped if plan.gpu is not None else ""
 
 
 def _first(wish: PlanRequest, plans: dict[Tight, Plan], worth: float) -> Tight:

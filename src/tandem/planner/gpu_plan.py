@@ -53,12 +53,29 @@ class StagePlan:
     nbytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuMemory:
+    """Division of one GPU's memory. memory: of all that is there, experts included."""
+
+    experts: int  # (layer, expert) pairs there
+    expert_reason: str
+    memory: MemoryPlan
+    ring_bytes: int = 0  # that experts in CPU memory are brought to
+    ring_reason: str = "every expert is on the GPU"
+    prompt_sizes: tuple[int, ...] = ()  # rows of chunks of prompts that are CUDA graphs, too
+    draft_experts: bool = False  # those of a draft layer are there, too: all or none
+    step_tokens: int = GPU_PREFILL_TOKENS  # of a step, where nothing was asked; scratch is counted for so many
+    step_reason: str = ""  # where it is not the usual one
+    shared_tokens: int = 0  # prompt tokens of a step that others wait in, at most; 0: as many as of any step
+    cramped: str = ""  # what there is no room for; "": nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GpuPlan:
-    """Plan of one GPU: its experts, its CUDA graphs, and the kernels that it runs."""
+    """Plan of one GPU: its memory, its CUDA graphs, and the kernels that it runs."""
 
     name: str
-    experts: int  # (layer, expert) pairs there
+    sizes: GpuMemory
     placement: str
     statistics: str | None  # file of activation counts
     graph_sizes: tuple[int, ...]  # rows of CUDA graphs, () for none
@@ -68,24 +85,17 @@ class GpuPlan:
     attention: str = "triton"  # whose kernels compute it: or "torch", "flashinfer"
     foresight: bool = True  # in small batches the CPU prefetches the next layer's probable experts
     stream_from: int | None = 0  # rows of a step that brings the CPU's experts; 0: never, None: where that is faster
-    ring_bytes: int = 0  # of GPU memory that they are brought to
     deferred: int = 0  # of a token's experts in CPU memory, at most so many are added one layer late; lossy
-    prompt_sizes: tuple[int, ...] = ()  # rows of chunks of prompts that are CUDA graphs, too
-    draft_experts: bool = False  # those of a draft layer are there, too: all or none
     plain_graph_sizes: tuple[int, ...] = ()  # of graph_sizes, those with a second graph for steps without guesses
     reserved_sms: int = 0  # multiprocessors that graphs of prompts leave to steps
-    step_tokens: int = GPU_PREFILL_TOKENS  # of a step, where nothing was asked; scratch is counted for so many
-    step_reason: str = ""
-    shared_tokens: int = 0  # prompt tokens of a step that others wait in, at most; 0: as many as of any step
     embedding_in_ram: bool = False  # in pinned CPU memory, whose rows the GPU reads
-    cramped: str = ""  # what the plan lacks for want of GPU memory
     stages: tuple[StagePlan, ...] = ()  # whose layers are on several GPUs; (): one GPU has all of them
     pipelined_chunks: int = 1  # of one prompt, at most, that stages compute one behind the other in a step
 
     @property
     def streams_experts(self) -> bool:
         """Some steps bring experts out of CPU memory."""
-        return self.ring_bytes > 0
+        return self.sizes.ring_bytes > 0
 
 
 def usable_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> tuple[Gpu | None, str]:
@@ -145,21 +155,22 @@ def needs_gpu(config: EngineConfig) -> str:
     return next((flag for flag, wish in wishes.items() if wish), "")
 
 
-def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, memory: MemoryPlan, kv_bytes: int) -> Ledger:
+def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, kv_bytes: int) -> Ledger:
     """Ledger of the GPU's memory."""
-    experts, each, scratch = plan.experts, expert_bytes(request), scratch_bytes(request, plan.step_tokens)
+    memory, step_tokens, ring_bytes = plan.sizes.memory, plan.sizes.step_tokens, plan.sizes.ring_bytes
+    experts, each, scratch = plan.sizes.experts, expert_bytes(request), scratch_bytes(request, step_tokens)
     images, sizes = request.image_entries(gpu=True), expert_sizes(request)
     fixed = GPU_WORKSPACE_BYTES + request.slot_bytes + request.rope_bytes + scratch_bytes(request)
     fixed += sum(entry.nbytes for entry in images)
     logits = workspace_bytes(request) - fixed
     dense = dense_bytes(request.model, request.dtype, request.stored, request.embedding_in_ram)
-    prompts = graph_bytes(request, gpu, plan.prompt_sizes, plan.streams_experts, plan.reserved_sms)
+    prompts = graph_bytes(request, gpu, plan.sizes.prompt_sizes, plan.streams_experts, plan.reserved_sms)
     sums = min(GPU_WORKSPACE_BYTES, decode_sums_bytes(request.model, max(plan.graph_sizes, default=1)))
-    unpacking = unpacking_bytes(gpu, request.model, step_rows(request, plan.step_tokens))
+    unpacking = unpacking_bytes(gpu, request.model, step_rows(request, step_tokens))
     others, stages = GPU_WORKSPACE_BYTES - sums + unpacking, max(1, len(plan.stages))
     pipelined = plan.pipelined_chunks > 1
-    borders = (stages - 1) * border_bytes(request.model, step_rows(request, plan.step_tokens)) * pipelined
-    each_stage = workspace_bytes(request) + unpacking + scratch - scratch_bytes(request) + plan.ring_bytes
+    borders = (stages - 1) * border_bytes(request.model, step_rows(request, step_tokens)) * pipelined
+    each_stage = workspace_bytes(request) + unpacking + scratch - scratch_bytes(request) + ring_bytes
     entries = [
         LedgerEntry(
             "dense weights", dense, "without the embedding" if request.embedding_in_ram else "embedding included"
@@ -168,7 +179,7 @@ def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, memory: MemoryPl
             "experts", sizes.gpu_bytes(experts), f"{experts} of {request.model.routed_experts}, {sizes.text()}"
         ),
         LedgerEntry(
-            "draft experts", draft_experts(request.model) * plan.draft_experts * each, "of the layer that guesses"
+            "draft experts", draft_experts(request.model) * plan.sizes.draft_experts * each, "of the layer that guesses"
         ),
         LedgerEntry("KV cache", kv_bytes, f"{memory.kv_tokens} tokens"),
         LedgerEntry("states", request.slot_bytes, "of sequences, whatever their length"),
@@ -181,7 +192,7 @@ def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, memory: MemoryPl
         LedgerEntry("workspace", others, "of one step, libraries, CUDA graphs"),
         LedgerEntry("other stages", (stages - 1) * each_stage, "of each further GPU"),
         LedgerEntry("borders", borders, "two chunks of a prompt, on their way to each further GPU"),
-        LedgerEntry("ring", plan.ring_bytes, "of experts that travel to the GPU for a step"),
+        LedgerEntry("ring", ring_bytes, "of experts that travel to the GPU for a step"),
     ]
     return ledger(VRAM, entries, memory.budget_bytes, gpu.free_bytes)
 

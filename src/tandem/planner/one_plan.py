@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from tandem.errors import ConfigError
 from tandem.flags.engine_config import EngineConfig
@@ -13,7 +14,7 @@ from tandem.machine.machine import Machine
 from tandem.machine.numa_binding import binding_notice
 from tandem.planner.choices.beside_gpu import host_share
 from tandem.planner.choices.cached import cached_notices, cached_text
-from tandem.planner.choices.decision import Decision
+from tandem.planner.choices.decision import Decision, Decisions
 from tandem.planner.choices.deferral import deferral_notices
 from tandem.planner.choices.deterministic import deterministic, tier_reason
 from tandem.planner.choices.gpu_choices import gpu_choices
@@ -64,59 +65,67 @@ class PlanRequest:
     in_place: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """Types of numbers, and the kernels that compute with them, by the fields' names in `Plan`."""
+
+    dtype: str
+    dense_codes: bool
+    expert_format: str
+    tier: str
+
+
 def one_plan(wish: PlanRequest, device: Device, tight: Tight) -> Plan:
     """Raises ConfigError: of one reason or a few, DoesNotFit where memory is missing."""
-    config, model, machine, stored = tight.flags(wish.config), wish.model, wish.machine, wish.stored
-    gpu, in_place, log = device[0], wish.in_place, decisions(wish.model.shard.ranks)
-    log.append(Decision("device", "cpu" if gpu is None else "cuda", device[1]))
-    dtype = _dtype(config, model, device, log)
-    dense_codes = _dense_codes(dtype, stored, gpu, log)
-    expert_format = _expert_format(config, dtype, stored, log if model.moe_layers else [])
-    tier = kernel_tier(config, machine, log)
-    _check_last_bits(config, model, expert_format, tier, log)
-    threads = _threads(config, machine, log)
-    usual = running_sequences(config, model, dtype)
-    running, why = usual if tight.running is None else (tight.running, FOR_ROOM)
-    log.append(Decision("running requests", str(running), why))
-    log += [Decision("experts", "not packed", _why_in_place(config))] if in_place else []
+    config, model, machine, gpu = tight.flags(wish.config), wish.model, wish.machine, device[0]
+    numbers, about_numbers = _numbers(config, wish, device)
+    threads = plan_threads(config, machine)
+    usual = running_sequences(config, model, numbers.dtype)
+    running, why_running = usual if tight.running is None else (tight.running, FOR_ROOM)
     most = _most_step_tokens(config, model, running, gpu is not None)
     request = MemoryRequest(
-        config, model, machine, dtype, expert_format, running, stored, in_place, most, tight.embedding_in_ram,
-        tight.gpu_fraction,
+        config, model, machine, numbers.dtype, numbers.expert_format, running, wish.stored, wish.in_place, most,
+        tight.embedding_in_ram, tight.gpu_fraction,
     )  # fmt: skip
-    request, tables = _with_tables(request, log)
-    memory, gpu_plan = (size_memory(request), None) if gpu is None else gpu_choices(request, gpu, log)
-    page, num_pages, window_pages = _pages(request, memory, log)
-    step_tokens = _step_tokens(config, tight, memory.context_length, running, gpu_plan, log)
-    kv_bytes = request.kv_bytes(num_pages * page)
-    ledgers: tuple[Ledger, ...] = (memory_ledger(request, memory, kv_bytes),)
-    if gpu is not None and gpu_plan is not None:
-        pages = -(-memory.context_length // page)
-        host = _beside_gpu(request, gpu_plan, len(threads.cpus), step_tokens, pages, 2 if window_pages else 1)
-        log.append(Decision("CPU memory", *host.texts()))
-        ledgers = (gpu_ledger(request, gpu, gpu_plan, memory, kv_bytes), host_ledger(host, config, model, machine))
+    request, tables, about_tables = _with_tables(request)
+    gpu_plan, about_gpu = (None, ()) if gpu is None else gpu_choices(request, gpu)
+    memory = size_memory(request) if gpu_plan is None else gpu_plan.sizes.memory
+    pages, about_pages = _pages(request, memory)
+    step_tokens, about_steps = _step_tokens(config, tight, memory.context_length, running, gpu_plan)
+    ledgers, about_host = _ledgers(request, memory, pages, device, gpu_plan, threads, step_tokens)
+    radix, about_radix = _radix(config, model)
+    fused, about_shared = _fuse_shared(request, gpu is not None)
     return Plan(
-        dtype=dtype,
-        expert_format=expert_format,
-        tier=tier,
+        dtype=numbers.dtype,
+        expert_format=numbers.expert_format,
+        tier=numbers.tier,
         cpus=threads.cpus,
         parts=threads.parts,
         part_nodes=threads.part_nodes,
         context_length=memory.context_length,
-        page_size=page,
-        num_pages=num_pages,
-        num_window_pages=window_pages,
+        page_size=request.page,
+        num_pages=pages.whole,
+        num_window_pages=pages.windows,
         num_slots=request.num_slots,
         max_running_requests=running,
         max_step_tokens=step_tokens,
-        radix_cache=_radix(config, model, log),
-        fuse_shared_experts=_fuse_shared(request, gpu is not None, log),
-        dense_codes=dense_codes,
-        decisions=(*log, *(Decision("speculation", *entry) for entry in speculation_texts(config, model))),
+        radix_cache=radix,
+        fuse_shared_experts=fused,
+        dense_codes=numbers.dense_codes,
+        decisions=(
+            *decisions(model.shard.ranks),
+            Decision("device", "cpu" if gpu is None else "cuda", device[1]),
+            *about_numbers,
+            Decision("threads", str(len(threads.cpus)), threads.reason),
+            Decision("running requests", str(running), why_running),
+            *([Decision("experts", "not packed", _why_in_place(config))] if wish.in_place else []),
+            *(*about_tables, *about_gpu, *about_pages, *about_steps, *about_host, *about_radix, *about_shared),
+            *(Decision("speculation", *entry) for entry in speculation_texts(config, model)),
+        ),
         notices=(*_notices(wish, device, gpu_plan), *_about_threads(threads, machine)),
         gpu=gpu_plan,
         int8_activations=config.kt_int8_activations,
-        experts_in_place=in_place,
+        experts_in_place=wish.in_place,
         deterministic=config.enable_deterministic_inference,
         speculation=speculation(config, model),
         tables=tables,
@@ -126,36 +135,63 @@ def one_plan(wish: PlanRequest, device: Device, tight: Tight) -> Plan:
     )
 
 
-def _dense_codes(dtype: str, stored: StoredFormats, gpu: Gpu | None, log: list[Decision]) -> bool:
-    codes, *shown = dense_choice(dtype, stored, gpu is not None)
-    log += [Decision("dense format", *shown)] if stored.dense_codes else []
-    return codes
+def _numbers(config: EngineConfig, wish: PlanRequest, device: Device) -> tuple[Numbers, Decisions]:
+    """Raises ConfigError where flags for rounding and order stand against each other."""
+    model, stored = wish.model, wish.stored
+    dtype, about_dtype = _dtype(config, model, device)
+    dense_codes, *dense_text = dense_choice(dtype, stored, device[0] is not None)
+    expert_format, about_experts = _expert_format(config, dtype, stored)
+    tier, about_tier = kernel_tier(config, wish.machine)
+    about = (
+        *about_dtype,
+        *([Decision("dense format", *dense_text)] if stored.dense_codes else []),
+        *(about_experts if model.moe_layers else ()),
+        about_tier,
+        *_last_bits(config, model, expert_format, tier),
+    )
+    return Numbers(dtype, dense_codes, expert_format, tier), about
 
 
-def _threads(config: EngineConfig, machine: Machine, log: list[Decision]) -> ThreadPlan:
-    threads = plan_threads(config, machine)
-    log.append(Decision("threads", str(len(threads.cpus)), threads.reason))
-    return threads
-
-
-def _with_tables(request: MemoryRequest, log: list[Decision]) -> tuple[MemoryRequest, str]:
+def _with_tables(request: MemoryRequest) -> tuple[MemoryRequest, str, Decisions]:
     """With what tables take of memory; and where they are."""
     where = where_tables(request)
     if not request.model.tables:
-        return request, where
-    log.append(Decision("tables", *table_text(request, where)))
-    return replace(request, table_bytes=table_bytes(request) if where == IN_RAM else 0), where
+        return request, where, ()
+    about = Decision("tables", *table_text(request, where))
+    return replace(request, table_bytes=table_bytes(request) if where == IN_RAM else 0), where, (about,)
+
+
+def _ledgers(
+    request: MemoryRequest,
+    memory: MemoryPlan,
+    pages: Pages,
+    device: Device,
+    plan: GpuPlan | None,
+    threads: ThreadPlan,
+    step_tokens: int,
+) -> tuple[tuple[Ledger, ...], Decisions]:
+    """Ledgers of the device's memory, and of the CPU's beside a GPU."""
+    gpu, kv_bytes = device[0], request.kv_bytes(pages.whole * request.page)
+    if gpu is None or plan is None:
+        return (memory_ledger(request, memory, kv_bytes),), ()
+    longest, kinds = -(-memory.context_length // request.page), 2 if pages.windows else 1
+    host = _beside_gpu(request, plan, len(threads.cpus), step_tokens, longest, kinds)
+    ram = host_ledger(host, request.config, request.model, request.machine)
+    return (gpu_ledger(request, gpu, plan, kv_bytes), ram), (Decision("CPU memory", *host.texts()),)
 
 
 def _beside_gpu(
     request: MemoryRequest, gpu: GpuPlan, workers: int, step_tokens: int, pages: int, tables: int
 ) -> HostMemory:
     """pages: of the longest sequence; tables: kinds of pages."""
-    fused, each = _fuse_shared(request, True, []), expert_bytes(request)
+    fused, each = _fuse_shared(request, True)[0], expert_bytes(request)
     share = host_share(request.model, gpu, each, workers, step_tokens, pages, fused, request.experts_in_place)
-    rows, routed_bytes = token_row_bytes(request.model, request.stored), expert_sizes(request).ram_bytes(gpu.experts)
     share = replace(
-        share, tables=tables, table_bytes=request.table_bytes, token_row_bytes=rows, routed_bytes=routed_bytes,
+        share,
+        tables=tables,
+        table_bytes=request.table_bytes,
+        token_row_bytes=token_row_bytes(request.model, request.stored),
+        routed_bytes=expert_sizes(request).ram_bytes(gpu.sizes.experts),
         handoffs=max(1, len(gpu.stages)),
     )
     return host_memory(request.model, share)
@@ -177,52 +213,45 @@ def _why_in_place(config: EngineConfig) -> str:
     return "the checkpoint lies in memory, and beside it there is no room for a packed copy and the whole context"
 
 
-def _dtype(config: EngineConfig, model: ModelConfig, device: Device, log: list[Decision]) -> str:
+def _dtype(config: EngineConfig, model: ModelConfig, device: Device) -> tuple[str, Decisions]:
     """The type of activations; and that of keys and values, where it is another."""
     why = "what checkpoints are trained in, and half the memory traffic of float32"
     dtype = dtype_of(config)
-    log.append(Decision("dtype", dtype, why if config.dtype == "auto" else "--dtype"))
-    log += [Decision("KV cache dtype", *entry) for entry in cached_text(config, model, dtype, *device)]
-    return dtype
+    own = Decision("dtype", dtype, why if config.dtype == "auto" else "--dtype")
+    cached = (Decision("KV cache dtype", *entry) for entry in cached_text(config, model, dtype, *device))
+    return dtype, (own, *cached)
 
 
-def _expert_format(config: EngineConfig, dtype: str, stored: StoredFormats, log: list[Decision]) -> str:
+def _expert_format(config: EngineConfig, dtype: str, stored: StoredFormats) -> tuple[str, Decisions]:
     chosen, reason = stored_or_asked(config, dtype, stored)
-    log.append(Decision("expert format", stored.experts.name if chosen == STORED else chosen, reason))
-    if config.kt_weight_path is not None:
-        name = Path(config.kt_weight_path).name
-        log.append(Decision("expert weights", name, "--kt-weight-path; everything else is --model's"))
-    return chosen
+    about = Decision("expert format", stored.experts.name if chosen == STORED else chosen, reason)
+    if config.kt_weight_path is None:
+        return chosen, (about,)
+    weights = Path(config.kt_weight_path).name
+    return chosen, (about, Decision("expert weights", weights, "--kt-weight-path; everything else is --model's"))
 
 
-def _check_last_bits(
-    config: EngineConfig, model: ModelConfig, expert_format: str, tier: str, log: list[Decision]
-) -> None:
-    """Checks the flags for rounding and order."""
+def _last_bits(config: EngineConfig, model: ModelConfig, expert_format: str, tier: str) -> Decisions:
+    """Raises ConfigError where the flags for rounding and order cannot be met."""
     check_wish(config)
-    _check_activations(config, expert_format, log)
-    log += [Decision("last bits", *entry) for entry in deterministic(config, model, tier)]
+    activations = _expert_activations(config, expert_format)
+    return (*activations, *(Decision("last bits", *entry) for entry in deterministic(config, model, tier)))
 
 
-def _check_activations(config: EngineConfig, expert_format: str, log: list[Decision]) -> None:
+def _expert_activations(config: EngineConfig, expert_format: str) -> Decisions:
     if not config.kt_int8_activations:
-        return
+        return ()
     if expert_format in ("bf16", "f32"):
         raise ConfigError(
             f"--kt-int8-activations: the experts are {expert_format}, and integer products need codes; "
             "add --kt-method INT8 or INT4, or leave the flag out",
             fields=("kt_int8_activations",),
         )
-    log.append(
-        Decision(
-            "expert activations",
-            "int8",
-            "--kt-int8-activations, lossy: see docs/quality.md; AMX rounds for few rows only",
-        )
-    )
+    why = "--kt-int8-activations, lossy: see docs/quality.md; AMX rounds for few rows only"
+    return (Decision("expert activations", "int8", why),)
 
 
-def kernel_tier(config: EngineConfig, machine: Machine, log: list[Decision]) -> str:
+def kernel_tier(config: EngineConfig, machine: Machine) -> tuple[str, Decision]:
     usable = machine.tiers
     tier, reason = config.kernel_tier, "--kernel-tier"
     if tier == "auto":
@@ -232,10 +261,9 @@ def kernel_tier(config: EngineConfig, machine: Machine, log: list[Decision]) -> 
             f"--kernel-tier {tier}: this CPU cannot run it; it can: {', '.join(usable)}",
             fields=("kernel_tier",),
         )
-    log.append(
-        Decision("kernel tier", tier, reason + tier_reason(tier, config.enable_deterministic_inference))
+    return tier, Decision(
+        "kernel tier", tier, reason + tier_reason(tier, config.enable_deterministic_inference)
     )
-    return tier
 
 
 def running_sequences(config: EngineConfig, model: ModelConfig, dtype: str) -> tuple[int, str]:
@@ -253,20 +281,27 @@ def running_sequences(config: EngineConfig, model: ModelConfig, dtype: str) -> t
     return DEFAULT_RUNNING_REQUESTS, "default; later requests wait"
 
 
-def _pages(request: MemoryRequest, memory: MemoryPlan, log: list[Decision]) -> tuple[int, int, int]:
-    """Tokens of a page, how many there are, and how many of layers that see a window; 0: they keep all tokens."""
+class Pages(NamedTuple):
+    """Numbers of pages. windows: of layers that see a window; 0: they keep all tokens."""
+
+    whole: int
+    windows: int
+
+
+def _pages(request: MemoryRequest, memory: MemoryPlan) -> tuple[Pages, Decisions]:
     pages = -(-memory.kv_tokens // (page := request.page))
     size, windows = request.kv_bytes(pages * page), request.window_pages
     weights = f"{gib(memory.weight_bytes)} of the {gib(memory.budget_bytes)} that may be used"
-    log.append(Decision("weights", gib(memory.weight_bytes), f"once loaded; {weights}"))
-    log.append(Decision("context length", str(memory.context_length), memory.context_reason))
     text = f"{pages} pages × {page} tokens = {gib(size)}"
-    log.append(Decision("KV cache", text, memory.kv_reason))
+    about = (
+        Decision("weights", gib(memory.weight_bytes), f"once loaded; {weights}"),
+        Decision("context length", str(memory.context_length), memory.context_reason),
+        Decision("KV cache", text, memory.kv_reason),
+    )
     if not 0 < windows < pages:
-        return page, pages, 0
+        return Pages(pages, 0), about
     why = f"layers that see {request.model.state_layout(request.dtype).window} tokens keep no others"
-    log.append(Decision("windows", f"{windows} pages", why))
-    return page, pages, windows
+    return Pages(pages, windows), (*about, Decision("windows", f"{windows} pages", why))
 
 
 def _most_step_tokens(config: EngineConfig, model: ModelConfig, running: int, gpu: bool) -> int:
@@ -277,12 +312,12 @@ def _most_step_tokens(config: EngineConfig, model: ModelConfig, running: int, gp
 
 
 def _step_tokens(
-    config: EngineConfig, tight: Tight, context: int, running: int, gpu: GpuPlan | None, log: list[Decision]
-) -> int:
+    config: EngineConfig, tight: Tight, context: int, running: int, gpu: GpuPlan | None
+) -> tuple[int, Decisions]:
     chunk = prefill_tokens(gpu is not None, config.enable_deterministic_inference)
     reason = "default; longer prompts are cut into chunks, so that others go on"
     if gpu is not None and not config.enable_deterministic_inference:
-        chunk, reason = gpu.step_tokens, gpu.step_reason or reason
+        chunk, reason = gpu.sizes.step_tokens, gpu.sizes.step_reason or reason
     if config.chunked_prefill_size is not None:
         chunk = config.chunked_prefill_size
         reason = "--chunked-prefill-size" if tight.chunk is None else FOR_ROOM
@@ -292,26 +327,19 @@ def _step_tokens(
         chunk, reason = config.max_prefill_tokens, "--max-prefill-tokens"
     if chunk < running:
         chunk, reason = running, f"every running request needs its token ({reason} is less)"
-    log.append(Decision("tokens per step", str(chunk), reason))
-    return chunk
+    return chunk, (Decision("tokens per step", str(chunk), reason),)
 
 
-def _radix(config: EngineConfig, model: ModelConfig, log: list[Decision]) -> bool:
+def _radix(config: EngineConfig, model: ModelConfig) -> tuple[bool, Decisions]:
     on = not config.disable_radix_cache and not why_alone(model)
     reason = "requests that begin alike share their KV pages" if on else "--disable-radix-cache"
     reason = "Transformers' own cache cannot be shared" if why_alone(model) else reason
-    log.append(Decision("prefix cache", "on" if on else "off", reason))
-    return on
+    return on, (Decision("prefix cache", "on" if on else "off", reason),)
 
 
-def _fuse_shared(request: MemoryRequest, gpu: bool, log: list[Decision]) -> bool:
+def _fuse_shared(request: MemoryRequest, gpu: bool) -> tuple[bool, Decisions]:
     if request.model.moe.shared is None:
-        return False
-    why = why_apart(request, gpu)
-    if why:
-        log.append(Decision("shared experts", "apart", why))
-    else:
-        log.append(
-            Decision("shared experts", "fused", "computed with the routed ones in one parallel region")
-        )
-    return not why
+        return False, ()
+    if why := why_apart(request, gpu):
+        return False, (Decision("shared experts", "apart", why),)
+    return True, (Decision("shared experts", "fused", "computed with the routed ones in one parallel region"),)

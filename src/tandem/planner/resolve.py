@@ -60,7 +60,7 @@ def fits(
 def machine_refusals(config: EngineConfig, machine: Machine) -> tuple[str, ...]:
     """Refusals on this machine, whatever the model."""
     reasons: list[str] = []
-    for check in (lambda: plan_threads(config, machine), lambda: kernel_tier(config, machine, [])):
+    for check in (lambda: plan_threads(config, machine), lambda: kernel_tier(config, machine)):
         try:
             check()
         except ConfigError as error:

@@ -23,6 +23,7 @@ from tandem.planner.expert_sizes import ExpertSizes, expert_sizes
 from tandem.planner.gpu_plan import (
     GPU_FRACTION,
     SHARE_FIELDS,
+    GpuMemory,
     dense_bytes,
     scratch_bytes,
     step_rows,
@@ -46,24 +47,6 @@ from tandem.spec.shard import ALONE
 
 KV_SHARE = 4  # the KV cache takes 1/4 of the room by default
 DEFAULT_CONTEXT = 32768  # tokens: experts do not make room for more unless --context-length asks for it
-
-
-@dataclass(frozen=True, slots=True)
-class GpuMemory:
-    """experts: (layer, expert) pairs on the GPU; memory: its own, these included; ring_bytes: for those that travel.
-    cramped: what the GPU's memory has no room for; "": nothing."""
-
-    experts: int
-    expert_reason: str
-    memory: MemoryPlan
-    ring_bytes: int = 0
-    ring_reason: str = "every expert is on the GPU"
-    prompt_sizes: tuple[int, ...] = ()
-    draft_experts: bool = False
-    step_tokens: int = GPU_PREFILL_TOKENS
-    step_reason: str = ""  # where it is not the usual one
-    shared_tokens: int = 0
-    cramped: str = ""
 
 
 @dataclass(frozen=True)
@@ -242,7 +225,9 @@ def _divided(room: GpuRoom, extra: int) -> GpuMemory:
         raise RamTooSmall(short, room, experts)
     weights = room.dense + room.sizes.gpu_bytes(experts) + drafts
     memory = MemoryPlan(weights, room.budget, context, tokens, context_reason, kv_reason)
-    return GpuMemory(experts, expert_reason, memory, draft_experts=bool(drafts))
+    return GpuMemory(
+        experts=experts, expert_reason=expert_reason, memory=memory, draft_experts=bool(drafts)
+    )
 
 
 def _draft_bytes(request: MemoryRequest, room: int) -> int:

@@ -124,7 +124,7 @@ def _check_gpu_fits(model: ModelConfig, plan: Plan, machine: Machine, stored: St
     if plan.gpu is None:
         return
     gpu = next(each for each in machine.gpus if plan.gpu.uuid in ("", each.uuid))
-    gpu_experts = -(-plan.gpu.experts // max(1, len(model.moe_layers)))
+    gpu_experts = -(-plan.gpu.sizes.experts // max(1, len(model.moe_layers)))
     experts = gpu_experts * model.expert_bytes(plan.expert_format, stored.experts)
     layer = model.dense_bytes(plan.dtype, stored, for_gpu=True) // len(model.layers) + experts
     table = model.vocab * model.hidden * DTYPE_BYTES[plan.dtype]

@@ -36,7 +36,7 @@ def decided(plan: Plan, name: str) -> str:
 
 def test_experts_of_the_draft_layer_are_on_the_gpu_where_they_fit() -> None:
     plan = planned("--kt-gpu-experts-ratio 1", 40)
-    assert plan.gpu is not None and plan.gpu.draft_experts and decided(plan, "draft experts") == "GPU"
+    assert plan.gpu is not None and plan.gpu.sizes.draft_experts and decided(plan, "draft experts") == "GPU"
     each = MODEL.expert_bytes("int4")
     assert entry(plan, "VRAM", "draft experts") == 128 * each
     assert entry(plan, "RAM", "experts") == 0
@@ -67,9 +67,9 @@ def test_else_they_are_in_cpu_memory() -> None:
             plan = planned("--kt-gpu-experts-ratio 1", free)
         except ConfigError:
             pytest.fail("it has room for all experts, and never for a draft layer's in CPU memory alone")
-        if not plan.gpu.draft_experts:
+        if not plan.gpu.sizes.draft_experts:
             break
-    assert decided(plan, "draft experts") == "CPU memory" and plan.gpu.experts == 7 * 128
+    assert decided(plan, "draft experts") == "CPU memory" and plan.gpu.sizes.experts == 7 * 128
     assert entry(plan, "RAM", "experts") == 128 * MODEL.expert_bytes("int4")
 
 

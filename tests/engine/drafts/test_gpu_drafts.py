@@ -123,7 +123,7 @@ def test_right_guesses_save_steps(taught: Drafted, drafts_there: bool, monkeypat
         monkeypatch.setattr(sizing, "_draft_bytes", lambda request, room: 0)
     for flags in ({}, {"max_total_tokens": 80}, {"kt_enable_dynamic_expert_update": True}):
         parts = parts_of(taught.path, 0.5, **flags)
-        assert parts.plan.gpu.draft_experts == drafts_there
+        assert parts.plan.gpu.sizes.draft_experts == drafts_there
         plain, engine = of_one_graph(parts, speculative=False), of_one_graph(parts)
         expected, got = ({key: token_ids(outputs) for key, outputs in run(each, *asks()).items()}
                          for each in (plain, engine))  # fmt: skip

@@ -167,8 +167,9 @@ def test_a_prompt_that_is_cut_when_somebody_comes_has_the_same_answer(tiny_model
     found = []
     for cut in (False, True):
         engine = LLM(str(tiny_models[VARIANT]), **flags).engine
-        assert engine.plan.gpu is not None and engine.plan.gpu.shared_tokens == 2048
-        engine.plan = replace(engine.plan, gpu=replace(engine.plan.gpu, prompt_sizes=(16,), shared_tokens=16))
+        assert engine.plan.gpu is not None and engine.plan.gpu.sizes.shared_tokens == 2048
+        sizes = replace(engine.plan.gpu.sizes, prompt_sizes=(16,), shared_tokens=16)
+        engine.plan = replace(engine.plan, gpu=replace(engine.plan.gpu, sizes=sizes))
         engine.add(request("a", prompt, max_tokens=20, ignore_eos=True))
         asked = [False, cut]
         outputs = engine.step(lambda asked=asked: bool(asked) and asked.pop(0))

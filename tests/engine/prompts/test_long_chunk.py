@@ -20,7 +20,6 @@ from tandem.engine.step.prefill import in_layers
 from tandem.engine.step.step import ShrinkingStep, Step, no_new_request
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.models.batch import ForwardBatch
-from tandem.planner.gpu_plan import GpuPlan
 
 
 class Comes:
@@ -96,10 +95,10 @@ def test_whoever_comes_has_a_token_after_one_short_chunk_more() -> None:
     assert ran(engine) == [(1, SHARED), (2, SHARED)]
 
 
-@pytest.mark.parametrize("gpu", [None, replace(GPU, prompt_sizes=()), replace(GPU, shared_tokens=0)])
-def test_elsewhere_nobody_is_asked(gpu: GpuPlan | None) -> None:
+@pytest.mark.parametrize("changes", [None, {"prompt_sizes": ()}, {"shared_tokens": 0}])
+def test_elsewhere_nobody_is_asked(changes: dict[str, Any] | None) -> None:
     """Where layers cannot be computed again, or chunks are as long beside others."""
-    engine = engine_of(gpu)
+    engine = engine_of(None if changes is None else replace(GPU, sizes=replace(GPU.sizes, **changes)))
     engine.add(request("a", LONG))
     engine.step(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
     assert ran(engine) == [(1, MOST)]

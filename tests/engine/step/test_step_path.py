@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 from typer.testing import CliRunner
 
+from plans import gpu_plan
 from tandem.bench import explain_steps
 from tandem.bench.explain_steps import StepQuestion, choices
 from tandem.cli.bench import bench
@@ -19,9 +20,9 @@ from tandem.engine.step.step import Step
 from tandem.errors import ConfigError
 from tandem.planner.gpu_plan import GpuPlan, StagePlan
 
-ON_GPU = GpuPlan("x", 10, "uniform", None, (1, 2, 8), 1.0, prompt_sizes=(128, 256), shared_tokens=256)
+ON_GPU = gpu_plan(10, (1, 2, 8), prompt_sizes=(128, 256), shared_tokens=256)
 STAGED = replace(ON_GPU, stages=(StagePlan("x", "", 0, 1), StagePlan("x", "", 1, 2)), pipelined_chunks=4)
-STREAMED = replace(ON_GPU, ring_bytes=1 << 20, prompt_sizes=(256,))
+STREAMED = gpu_plan(10, (1, 2, 8), prompt_sizes=(256,), shared_tokens=256, ring_bytes=1 << 20)
 
 
 @pytest.mark.parametrize("gpu, step, path, rows", [

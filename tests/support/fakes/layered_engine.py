@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from fake_model import fake_engine
 from pausing_model import PausingFake
+from plans import gpu_plan
 from tandem.engine.cpu_runner import CpuRunner
 from tandem.engine.engine import Engine
 from tandem.engine.sampling.logits import HostLogits
@@ -14,7 +15,7 @@ from tandem.engine.step.step import ShrinkingStep, Step, StepOutput
 from tandem.planner.gpu_plan import GpuPlan
 
 SHARED, MOST = 8, 64
-GPU = GpuPlan("none", 0, "uniform", None, (1,), 1.0, prompt_sizes=(SHARED,), step_tokens=MOST, shared_tokens=SHARED)
+GPU = gpu_plan(graph_sizes=(1,), prompt_sizes=(SHARED,), step_tokens=MOST, shared_tokens=SHARED)
 
 
 class LayeredRunner(CpuRunner):

@@ -11,6 +11,7 @@ import torch
 
 from fake_model import FakeTokenizer, fake_config, fake_plan
 from pausing_model import PausingFake
+from plans import gpu_plan
 from tandem.engine import gpu_runner
 from tandem.engine.engine import Engine
 from tandem.engine.graphs.decode_graphs import DecodeCapture, DecodeGraph
@@ -22,7 +23,6 @@ from tandem.engine.start.parts import EngineParts
 from tandem.engine.step.prefill import LayerPieces
 from tandem.experts.handoff import Handoff
 from tandem.experts.handoff_counts import HandoffSizes
-from tandem.planner.gpu_plan import GpuPlan
 
 CPU = torch.device("cpu")
 
@@ -200,8 +200,8 @@ def replayed_engine(
     plain: rows that have a graph of steps without drafts, too. leader, group: of several ranks."""
     calls: list[str] = []
     without_gpu(patch, calls)
-    gpu = GpuPlan(
-        "none", 0, "uniform", None, sizes, 1.0, prompt_sizes=prompts, ring_bytes=ring, shared_tokens=shared_tokens,
+    gpu = gpu_plan(
+        graph_sizes=sizes, prompt_sizes=prompts, ring_bytes=ring, shared_tokens=shared_tokens,
         reserved_sms=reserved_sms, plain_graph_sizes=plain,
     )  # fmt: skip
     made = fake_plan(gpu=gpu, **{"max_step_tokens": 64} | plan)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from fake_model import FakeTokenizer, fake_plan
+from plans import gpu_plan
 from staged_sessions import CPU, borders
 from tandem import _core
 from tandem.architectures.load import load_config
@@ -40,7 +41,7 @@ def whole(path, pool) -> Engine:
 def staged(path, pool, sizes: tuple[int, ...] = (1, 2, 4), pipelined_chunks: int = 1, **changes: int) -> Engine:
     config = load_config(path)
     plans = tuple(StagePlan("GPU", "", *ends) for ends in pairwise(borders(len(config.layers), 2)))
-    gpu = GpuPlan("GPU", 0, "uniform", None, sizes, 1.0, stages=plans, pipelined_chunks=pipelined_chunks)
+    gpu = gpu_plan(graph_sizes=sizes, stages=plans, pipelined_chunks=pipelined_chunks)
     plan = made_plan(config, gpu, **changes)
     stages = tuple(Stage(each.first, each.end, CpuOps(pool, TIER), CPU) for each in plans)
     model = StagedModel(StagedBuilder(stages, config, plan, open_checkpoint(path), stages[0].ops))

@@ -54,7 +54,7 @@ class EngineParts:
     def split_prompts(self) -> tuple[int, ...]:
         """Rows of graphs of prompts where nobody decodes and experts travel: the CPU computes a share of them."""
         gpu = self.plan.gpu
-        return () if gpu is None or not self._streams or self._detailed else split_sizes(gpu.prompt_sizes)
+        return () if gpu is None or not self._streams or self._detailed else split_sizes(gpu.sizes.prompt_sizes)
 
     @property
     def _streams(self) -> bool:

@@ -34,13 +34,13 @@ class PlannedFacts:
         return next((size for size in sizes if size >= step.tokens), None)
 
     def shared_graph(self, step: StepSizes) -> int | None:
-        return self._prefill(step, split_sizes(self.gpu.prompt_sizes)) if self.gpu.streams_experts else None
+        return self._prefill(step, split_sizes(self.gpu.sizes.prompt_sizes)) if self.gpu.streams_experts else None
 
     def prefill_graph(self, step: StepSizes) -> int | None:
-        return None if self.gpu.streams_experts else self._prefill(step, self.gpu.prompt_sizes)
+        return None if self.gpu.streams_experts else self._prefill(step, self.gpu.sizes.prompt_sizes)
 
     def background_graph(self, step: StepSizes) -> int | None:
-        return self._prefill(step, self.gpu.prompt_sizes)
+        return self._prefill(step, self.gpu.sizes.prompt_sizes)
 
     def _prefill(self, step: StepSizes, sizes: tuple[int, ...]) -> int | None:
         if step.decodes or step.sequences > PROMPT_SEQUENCES:

@@ -179,7 +179,7 @@ def encoder_of(parts: EngineParts) -> Encoder | None:
     if vision is None or not isinstance(model, SeeingModel) or model.tower is None:
         return None
     each = feature_bytes(vision, plan.dtype)
-    shared = 0 if plan.gpu is None else plan.gpu.shared_tokens
+    shared = 0 if plan.gpu is None else plan.gpu.sizes.shared_tokens
     return Encoder(
         model.tower, each, max(FEATURE_BYTES, plan.image_tokens * each), pace_of(model.tower.device),
         least_rows=min(shared or plan.max_step_tokens, plan.max_step_tokens),

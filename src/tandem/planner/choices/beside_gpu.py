@@ -20,9 +20,9 @@ def host_share(
     """pages: of the longest sequence; fused: shared experts are computed as routed ones."""
     top_k = model.moe.router.top_k + (model.moe.fusible_shared if fused else 0)
     sizes, has_deferred = gpu.graph_sizes, gpu.deferred > 0
-    drafts = 0 if gpu.draft_experts else draft_experts(model)
+    drafts = 0 if gpu.sizes.draft_experts else draft_experts(model)
     return HostShare(
-        gpu.experts, expert_bytes, workers, step_tokens, sizes, pages, top_k, gpu.live, in_place, has_deferred,
+        gpu.sizes.experts, expert_bytes, workers, step_tokens, sizes, pages, top_k, gpu.live, in_place, has_deferred,
         drafts=drafts,
         embedding_bytes=embedding_bytes(model, "bfloat16") if gpu.embedding_in_ram else 0,
     )  # fmt: skip

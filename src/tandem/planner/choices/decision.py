@@ -12,3 +12,6 @@ class Decision:
     name: str
     value: str
     reason: str
+
+
+Decisions = tuple[Decision, ...]

@@ -38,10 +38,10 @@ def deferral_notices(config: EngineConfig, model: ModelConfig, gpu: GpuPlan | No
     if gpu is None:
         yield f"{FLAG} {limit} changes nothing: it fills the time in which the CPU waits for a GPU, and none is used"
     elif not gpu.deferred:
-        why = deferred_experts(config, model, gpu.experts, gpu.graph_sizes)[1]
+        why = deferred_experts(config, model, gpu.sizes.experts, gpu.graph_sizes)[1]
         yield f"{FLAG} {limit} changes nothing: {why}"
     else:
-        share = f" --kt-gpu-experts-ratio {gpu.experts / model.routed_experts:.3g}" if gpu.experts else ""
+        share = f" --kt-gpu-experts-ratio {gpu.sizes.experts / model.routed_experts:.3g}" if gpu.sizes.experts else ""
         yield (
             f"{FLAG} {limit} is lossy: up to {gpu.deferred} of a token's {model.moe.router.top_k} experts are added "
             f"one layer late; what that does to answers says: kt quality {config.model} {FLAG} {limit}{share}"

@@ -2,74 +2,110 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from tandem.errors import ConfigError
 from tandem.flags.engine_config import EngineConfig
 from tandem.machine.gpus import Gpu
 from tandem.planner.attention_backend import attention_backend
-from tandem.planner.choices.decision import Decision
+from tandem.planner.choices.decision import Decision, Decisions
 from tandem.planner.choices.deferral import deferred_experts
 from tandem.planner.choices.live_placement import live_placement
 from tandem.planner.cuda_graphs import captured_sizes, graph_reason, plain_graph_sizes
-from tandem.planner.gpu_plan import MAX_PATIENCE_SECONDS, GpuPlan
-from tandem.planner.memory import MemoryPlan, MemoryRequest
+from tandem.planner.gpu_plan import MAX_PATIENCE_SECONDS, GpuMemory, GpuPlan
+from tandem.planner.memory import MemoryRequest
 from tandem.planner.sizing import size_gpu
 from tandem.planner.stages.chunks import chunks_at_once
 from tandem.planner.stages.sized import in_stages
 from tandem.spec.model_config import draft_experts
 
 
-def gpu_choices(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[MemoryPlan, GpuPlan]:
-    """Plan the GPU's memory and its use; the reasons go to `log`. Raises GpuTooSmall, ConfigError."""
+def gpu_choices(request: MemoryRequest, gpu: Gpu) -> tuple[GpuPlan, Decisions]:
+    """The GPU's memory and its use, with reasons. Raises GpuTooSmall, ConfigError."""
     config, model = request.config, request.model
-    m, stages = in_stages(request, size_gpu(request, gpu), log)
-    everyone = model.routed_experts
-    pipelined_chunks = chunks_at_once(model, m.experts, log) if stages else 1
-    log.append(Decision("GPU experts", f"{m.experts} of {everyone}", m.expert_reason))
-    if 0 < m.experts < everyone:
-        log.append(
-            Decision("placement", config.kt_expert_placement_strategy, "--kt-expert-placement-strategy")
-        )
-    running, gpu_drafts = request.max_running_requests, m.draft_experts or not draft_experts(model)
-    if draft_experts(model):
-        where = "GPU" if gpu_drafts else "CPU memory"
-        log.append(Decision("draft experts", where, "all or none, after those asked for"))
-    sizes = captured_sizes(config, model, running, request.draft_tokens)
-    why = graph_reason(config, model, running)
-    if sizes and not (gpu_drafts and m.experts == everyone) and "cuda-core" in request.machine.gpu_missing:
+    sizes, stages, about_stages = in_stages(request, size_gpu(request, gpu))
+    chunks, about_chunks = chunks_at_once(model, sizes.experts) if stages else (1, ())
+    some = 0 < sizes.experts < model.routed_experts
+    graphs, about_graphs = _graphs(request, sizes)
+    sizes = sizes if graphs else replace(sizes, prompt_sizes=())
+    reserved_sms, about_prompts = _prompt_graphs(config, sizes)
+    statistics = statistics_file(config, some)
+    attention, why_attention = attention_backend(config, model.attentions, request.machine)
+    live, why_live = live_placement(request, sizes.experts, sizes.draft_experts)
+    deferred, why_late = deferred_experts(config, model, sizes.experts, graphs)
+    threshold, foresight = config.kt_gpu_prefill_token_threshold, not config.disable_expert_foresight
+    plan = GpuPlan(
+        name=gpu.name,
+        sizes=sizes,
+        placement=config.kt_expert_placement_strategy,
+        statistics=statistics,
+        graph_sizes=graphs,
+        patience_seconds=min(MAX_PATIENCE_SECONDS, config.watchdog_timeout / 3),
+        live=live,
+        uuid=gpu.uuid,
+        attention=attention,
+        foresight=foresight,
+        stream_from=threshold if sizes.ring_bytes else 0,
+        deferred=deferred,
+        plain_graph_sizes=_plain_graphs(request) if graphs else (),
+        reserved_sms=reserved_sms,
+        embedding_in_ram=request.embedding_in_ram,
+        stages=stages,
+        pipelined_chunks=chunks,
+    )
+    late = f"up to {deferred} of a token's {model.moe.router.top_k}"
+    lines = (
+        *(*about_stages, *about_chunks, *_places(request, sizes), *about_graphs, *about_prompts),
+        Decision("attention", attention, why_attention),
+        *_if(some or config.kt_enable_dynamic_expert_update, "live placement", "on" if live else "off", why_live),
+        *([_streaming(threshold, sizes.ring_reason)] if sizes.experts < model.routed_experts else []),
+        *_if(deferred > 0, "late experts", late, why_late),
+        *_if(not foresight, "expert foresight", "off", "--disable-expert-foresight"),
+    )
+    return plan, lines
+
+
+def _if(shown: bool, name: str, value: str, reason: str) -> Decisions:
+    return (Decision(name, value, reason),) if shown else ()
+
+
+def _places(request: MemoryRequest, sizes: GpuMemory) -> Decisions:
+    """Where experts are."""
+    everyone, strategy = request.model.routed_experts, request.config.kt_expert_placement_strategy
+    drafts = "GPU" if sizes.draft_experts else "CPU memory"
+    return (
+        Decision("GPU experts", f"{sizes.experts} of {everyone}", sizes.expert_reason),
+        *_if(0 < sizes.experts < everyone, "placement", strategy, "--kt-expert-placement-strategy"),
+        *_if(draft_experts(request.model) > 0, "draft experts", drafts, "all or none, after those asked for"),
+    )
+
+
+def _graphs(request: MemoryRequest, memory: GpuMemory) -> tuple[tuple[int, ...], Decisions]:
+    """Rows of steps that are CUDA graphs."""
+    config, model, running = request.config, request.model, request.max_running_requests
+    sizes, why = captured_sizes(config, model, running, request.draft_tokens), graph_reason(config, model, running)
+    whole = memory.experts == model.routed_experts and (memory.draft_experts or not draft_experts(model))
+    if sizes and not whole and "cuda-core" in request.machine.gpu_missing:
         sizes, why = (), "the package cuda-core is missing, which experts in CPU memory need inside graphs"
-    log.append(Decision("CUDA graphs", ", ".join(map(str, sizes)) or "off", why))
-    if m.prompt_sizes and sizes:
-        rows = ", ".join(map(str, m.prompt_sizes))
-        log.append(Decision("prompt graphs", f"{rows} rows", "Python takes longer to start kernels than they run"))
-    reserved_sms = config.prefill_reserved_sms if m.prompt_sizes and sizes else 0
-    if config.prefill_reserved_sms:
-        why = "--prefill-reserved-sms" if reserved_sms else "prompts are not CUDA graphs here"
-        log.append(Decision("reserved multiprocessors", str(reserved_sms), why))
-    statistics = statistics_file(config, 0 < m.experts < everyone)
-    kernels, origin = attention_backend(config, model.attentions, request.machine)
-    log.append(Decision("attention", kernels, origin))
-    patience = min(MAX_PATIENCE_SECONDS, config.watchdog_timeout / 3)
-    strategy, foresight = config.kt_expert_placement_strategy, not config.disable_expert_foresight
-    live, reason = live_placement(request, m.experts, bool(m.draft_experts))
-    if config.kt_enable_dynamic_expert_update or 0 < m.experts < everyone:
-        log.append(Decision("live placement", "on" if live else "off", reason))
-    threshold = config.kt_gpu_prefill_token_threshold
-    if m.experts < everyone:
-        log.append(_streaming(threshold, m.ring_reason))
-    deferred, why_late = deferred_experts(config, model, m.experts, sizes)
-    if deferred:
-        log.append(Decision("late experts", f"up to {deferred} of a token's {model.moe.router.top_k}", why_late))
-    if not foresight:
-        log.append(Decision("expert foresight", "off", "--disable-expert-foresight"))
-    return m.memory, GpuPlan(
-        gpu.name, m.experts, strategy, statistics, sizes, patience, live, gpu.uuid, kernels, foresight,
-        threshold if m.ring_bytes else 0, m.ring_bytes, deferred, m.prompt_sizes if sizes else (), m.draft_experts,
-        plain_graph_sizes(config, model, running, request.draft_tokens) if sizes else (), reserved_sms,
-        m.step_tokens, m.step_reason, m.shared_tokens, request.embedding_in_ram, m.cramped, stages,
-        pipelined_chunks,
-    )  # fmt: skip
+    return sizes, (Decision("CUDA graphs", ", ".join(map(str, sizes)) or "off", why),)
+
+
+def _plain_graphs(request: MemoryRequest) -> tuple[int, ...]:
+    return plain_graph_sizes(
+        request.config, request.model, request.max_running_requests, request.draft_tokens
+    )
+
+
+def _prompt_graphs(config: EngineConfig, sizes: GpuMemory) -> tuple[int, Decisions]:
+    """Multiprocessors that graphs of prompts leave to steps."""
+    rows, wanted_sms = ", ".join(map(str, sizes.prompt_sizes)), config.prefill_reserved_sms
+    reserved_sms = wanted_sms if sizes.prompt_sizes else 0
+    why = "--prefill-reserved-sms" if reserved_sms else "prompts are not CUDA graphs here"
+    return reserved_sms, (
+        *_if(rows != "", "prompt graphs", f"{rows} rows", "Python takes longer to start kernels than they run"),
+        *_if(wanted_sms > 0, "reserved multiprocessors", str(reserved_sms), why),
+    )
 
 
 def statistics_file(config: EngineConfig, needed: bool) -> str | None:

@@ -69,4 +69,4 @@ def _row(question: PlanQuestion, method: str | None, share: float | None) -> Com
 
 def _planned_share(question: PlanQuestion, plan: Plan) -> float:
     everyone = question.model.routed_experts
-    return plan.gpu.experts / everyone if plan.gpu is not None and everyone else 0.0
+    return plan.gpu.sizes.experts / everyone if plan.gpu is not None and everyone else 0.0

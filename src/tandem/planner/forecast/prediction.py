@@ -105,7 +105,7 @@ class Case:
     def gpu_share(self) -> float:
         """Share of the routed experts that is on the GPU."""
         everyone = self.model.routed_experts
-        return 0.0 if self.plan.gpu is None or not everyone else self.plan.gpu.experts / everyone
+        return 0.0 if self.plan.gpu is None or not everyone else self.plan.gpu.sizes.experts / everyone
 
     def state_bytes(self, batch: int, context: int) -> float:
         """That a step reads of so many sequences' past, or writes anew."""
@@ -293,7 +293,7 @@ def _gpu_chunk(case: Case, rows: int, attention_flops: float, on_cpu: float) -> 
 def _replayed(case: Case, rows: int) -> int:
     """Rows of the graph in which a chunk is replayed that nobody decodes beside: where no expert is elsewhere."""
     gpu = case.plan.gpu
-    return 0 if gpu is None or case.gpu_share < 1.0 else prefill_graph_rows(gpu.prompt_sizes, rows)
+    return 0 if gpu is None or case.gpu_share < 1.0 else prefill_graph_rows(gpu.sizes.prompt_sizes, rows)
 
 
 def _ram_experts(case: Case, rows: int, on_cpu: float) -> tuple[float, float]:
@@ -315,7 +315,7 @@ def _may_be_shared(case: Case, rows: int) -> bool:
     gpu = case.plan.gpu
     if gpu is None or not gpu.streams_experts:
         return False
-    return prefill_graph_rows(split_sizes(gpu.prompt_sizes), rows) > 0
+    return prefill_graph_rows(split_sizes(gpu.sizes.prompt_sizes), rows) > 0
 
 
 def _gpu_experts(case: Case, rows: int, share: float) -> float:

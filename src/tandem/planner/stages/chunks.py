@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.planner.choices.decision import Decision
+from tandem.planner.choices.decision import Decision, Decisions
 from tandem.spec.model_config import ModelConfig
 
 BORDER_BUFFERS = 2  # chunks that a stage has room for beside its own work: one that is read, one that comes
@@ -10,14 +10,12 @@ MOST_CHUNKS = 8  # of a step, which nobody can be added to: an abort waits for i
 BY_HOST = "experts in CPU memory: the host waits for each layer's rows, and those that travel come once a chunk"
 
 
-def chunks_at_once(model: ModelConfig, experts: int, log: list[Decision]) -> int:
+def chunks_at_once(model: ModelConfig, experts: int) -> tuple[int, Decisions]:
     """Chunks of a step, in a model with stages. experts: on the GPUs."""
     if experts < model.routed_experts:
-        log.append(Decision("prompts", "stages take turns", BY_HOST))
-        return 1
+        return 1, (Decision("prompts", "stages take turns", BY_HOST),)
     why = f"each computes another chunk of a prompt that is alone, up to {MOST_CHUNKS} in a step"
-    log.append(Decision("prompts", "pipelined over stages", why))
-    return MOST_CHUNKS
+    return MOST_CHUNKS, (Decision("prompts", "pipelined over stages", why),)
 
 
 def border_bytes(model: ModelConfig, rows: int) -> int:

@@ -9,13 +9,13 @@ from itertools import pairwise
 
 from tandem.errors import GpuTooSmall
 from tandem.machine.gpus import Gpu
-from tandem.planner.choices.decision import Decision
+from tandem.planner.choices.decision import Decision, Decisions
 from tandem.planner.choices.expert_streaming import NO_STREAMS
 from tandem.planner.choices.left_to_ram import asked_experts, expert_bytes, short_of_ram
 from tandem.planner.forecast.speeds import GPU_GBPS, gpu_model
-from tandem.planner.gpu_plan import GPU_FRACTION, StagePlan, dense_bytes, step_rows
+from tandem.planner.gpu_plan import GPU_FRACTION, GpuMemory, StagePlan, dense_bytes, step_rows
 from tandem.planner.memory import MemoryRequest, gib
-from tandem.planner.sizing import GpuMemory, GpuRoom
+from tandem.planner.sizing import GpuRoom
 from tandem.planner.stages.chunks import border_bytes
 from tandem.planner.stages.pool import gpus_of_stages
 from tandem.planner.stages.split import fits, shares, split
@@ -89,12 +89,12 @@ def some_layers(model: ModelConfig, first: int, end: int) -> ModelConfig:
 
 
 def in_stages(
-    request: MemoryRequest, memory: GpuMemory, log: list[Decision]
-) -> tuple[GpuMemory, tuple[StagePlan, ...]]:
+    request: MemoryRequest, memory: GpuMemory
+) -> tuple[GpuMemory, tuple[StagePlan, ...], Decisions]:
     """The sizes, with as many experts less as borders between layers cost; and the stages, () for one GPU. Raises
     GpuTooSmall."""
     if request.config.pipeline_parallel_size == 1:
-        return memory, ()
+        return memory, (), ()
     gpus = gpus_of_stages(request.config, request.machine)
     extra = memory.ring_bytes + GpuRoom(request, gpus[0]).scratch_beyond(memory.step_tokens)
     rows = step_rows(request, memory.step_tokens) if memory.experts == request.model.routed_experts else 0
@@ -107,15 +107,17 @@ def in_stages(
     borders = split(weights, sizes.rooms(), [_gbps(gpu) for gpu in gpus])
     assert borders is not None, "the experts were chosen so that they fit"
     stages = _stages(gpus, borders, shares(borders, weights))
-    log.append(Decision("stages", str(len(stages)), "--pipeline-parallel-size; the fastest GPU is filled first"))
-    log += [
-        Decision(f"stage {number}", f"layers {stage.first} to {stage.end - 1}", _why(stage, gpu))
-        for number, (stage, gpu) in enumerate(zip(stages, gpus, strict=True))
-    ]
+    about = (
+        Decision("stages", str(len(stages)), "--pipeline-parallel-size; the fastest GPU is filled first"),
+        *(
+            Decision(f"stage {number}", f"layers {stage.first} to {stage.end - 1}", _why(stage, gpu))
+            for number, (stage, gpu) in enumerate(zip(stages, gpus, strict=True))
+        ),
+    )
     less = (memory.experts - experts) * expert_bytes(request)
     plan = replace(memory.memory, weight_bytes=memory.memory.weight_bytes - less)
     fewer = replace(memory, experts=experts, memory=plan)
-    return (fewer if experts == memory.experts else _with_reason(fewer, request)), stages
+    return (fewer if experts == memory.experts else _with_reason(fewer, request)), stages, about
 
 
 def _with_reason(memory: GpuMemory, request: MemoryRequest) -> GpuMemory:
