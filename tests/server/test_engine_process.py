@@ -22,7 +22,7 @@ from tandem.errors import EngineError
 from tandem.flags.engine_config import EngineConfig
 from tandem.server import engine_process
 from tandem.server.engine_process import EngineLoop, LoadedEngine, load_engine, run_engine, warm_up
-from tandem.server.messages import FromEngine, StartEngine, StartFailed, StepOutputs, StopEngine
+from tandem.server.messages import AbortRequest, FromEngine, StartEngine, StartFailed, StepOutputs, StopEngine
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_why_it_could_not_start_is_one_line_and_a_trace_is_of_bugs_alone(
 
 
 def test_who_comes_while_a_step_runs_is_handled_after_it() -> None:
-    """A step hears of requests alone. Messages keep their order, and an engine without work does not sleep on them."""
+    """A step hears of requests and aborts alone. Messages keep their order; an engine without work does not sleep."""
     engine, told = IdleEngine(), []
     requests = [GenerateRequest(id=name, prompt_ids=[5], sampling=SamplingSettings()) for name in "ab"]
     wire, sent, step = Wire(requests[0]), [], engine.step
@@ -157,6 +157,22 @@ def test_who_comes_while_a_step_runs_is_handled_after_it() -> None:
     kinds = [type(each) for each in said]
     answers = [output.id for each in said if isinstance(each, StepOutputs) for output in each.outputs]
     assert answers == ["a", "b"] and kinds.index(ExpertTraffic) > kinds.index(StepOutputs)
+
+
+def test_a_step_hears_of_an_abort() -> None:
+    """So a long prompt that nobody waits for ends soon."""
+    engine, wire, told = IdleEngine(), Wire(), list[bool]()
+
+    def stepped(comes) -> list:
+        told.append(comes())
+        wire.arrive(AbortRequest(id="a"))
+        told.append(comes())
+        return []
+
+    engine.step, wire.send = stepped, lambda _: None
+    wire.arrive(GenerateRequest(id="a", prompt_ids=[5], sampling=SamplingSettings()))
+    EngineLoop(engine, wire).turn()
+    assert told == [False, True]
 
 
 def test_a_lost_rank_is_a_line_of_the_log_and_no_trace() -> None:

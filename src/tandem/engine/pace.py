@@ -54,7 +54,8 @@ class PrefillPace:
     def observe(self, tokens: int, seconds: float, shared: bool = True) -> None:
         """A step of `tokens` rows took so long; shared: with sequences that decode. Pipelined chunks say nothing of one
         alone."""
-        if tokens < MIN_TOKENS or seconds <= 0 or (self._streams and not shared) or tokens > self._max_step_tokens:
+        pipelined = self._pipelined > 1 and tokens > self._max_step_tokens
+        if tokens < MIN_TOKENS or seconds <= 0 or (self._streams and not shared) or pipelined:
             return
         rate, known = tokens / seconds, self._tokens_per_second
         self._tokens_per_second = rate if known is None else known + _WEIGHT_OF_NEWEST * (rate - known)

@@ -233,10 +233,10 @@ class EngineLoop:
         return True
 
     def _has_new_request(self) -> bool:
-        """Whether a request came while a step runs. Nothing is handled before its end."""
+        """Whether a request came while a step runs, or one is to end. Nothing is handled before its end."""
         while self._take():
             pass
-        return any(isinstance(message, GenerateRequest) for message in self._early)
+        return any(isinstance(message, GenerateRequest | AbortRequest) for message in self._early)
 
     def _handle(self, message: ToEngine) -> None:
         match message:

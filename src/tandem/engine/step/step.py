@@ -23,7 +23,7 @@ Output = TypeVar("Output")
 Changed = TypeVar("Changed")
 
 HasNewRequest = Callable[[], bool]
-"""Says whether a request has arrived that waits for the step under way."""
+"""Says whether a request has arrived, or one is to end, that waits for the step under way."""
 
 
 def no_new_request() -> bool:
