@@ -21,10 +21,10 @@ namespace tandem {
 namespace {
 
 void make_layer(ExpertLayer* self, std::shared_ptr<Workspace> workspace, int experts, int hidden, int width,
-                const WeightFormat& gate_up, const WeightFormat& down, const std::string& activation, float alpha,
-                float limit, int places, bool int8_activations) {
+                const WeightFormat& gate, const WeightFormat& up, const WeightFormat& down,
+                const std::string& activation, float alpha, float limit, int places, bool int8_activations) {
   const Activation act{activation_named(activation), alpha, limit};
-  new (self) ExpertLayer(std::move(workspace), {experts, hidden, width, gate_up, down, act, places, int8_activations});
+  new (self) ExpertLayer(std::move(workspace), {experts, hidden, width, gate, up, down, act, places, int8_activations});
 }
 
 ExpertSource source_of_expert(const ExpertLayer& self, nb::handle gate, nb::handle up, nb::handle down,
@@ -183,7 +183,7 @@ int32_t place_of(const ExpertLayer& self, int expert) {
 void bind_experts(nb::module_& m) {
   nb::class_<ExpertLayer>(m, "ExpertLayer", "The routed experts of one layer: gated MLPs of equal shape.")
       .def("__init__", &make_layer, nb::arg("workspace"), nb::arg("experts"), nb::arg("hidden"), nb::arg("width"),
-           nb::arg("gate_up"), nb::arg("down"), nb::arg("activation"), nb::arg("alpha"), nb::arg("limit"),
+           nb::arg("gate"), nb::arg("up"), nb::arg("down"), nb::arg("activation"), nb::arg("alpha"), nb::arg("limit"),
            nb::arg("places") = 0, nb::arg("int8_activations") = false)
       .def("load", &load, nb::arg("expert"), nb::arg("gate"), nb::arg("up"), nb::arg("down"))
       .def("set_biases", &set_biases, nb::arg("gate").none(), nb::arg("up").none(), nb::arg("down").none(),

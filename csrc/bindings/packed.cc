@@ -101,8 +101,8 @@ nb::tuple expert_bytes(nb::handle_t<ExpertLayer> self) {
   return nb::make_tuple(view(packed.data, packed.bytes, self));
 }
 
-std::pair<FormatNames, FormatNames> expert_formats(const ExpertLayer& layer) {
-  return {names_of(layer.shape().gate_up), names_of(layer.shape().down)};
+std::tuple<FormatNames, FormatNames, FormatNames> expert_formats(const ExpertLayer& layer) {
+  return {names_of(layer.shape().gate), names_of(layer.shape().up), names_of(layer.shape().down)};
 }
 
 void adopt_experts(ExpertLayer& layer, std::shared_ptr<MappedFile> file, int64_t offset) {
@@ -135,7 +135,7 @@ void bind_packed(nb::module_& m) {
         nb::arg("file"), nb::arg("offset"), nb::arg("bias").none(),
         "A matrix whose panels lie in the file; bias may be empty.");
   m.def("expert_bytes", &expert_bytes, nb::arg("layer"), "Panels of all experts.");
-  m.def("expert_formats", &expert_formats, nb::arg("layer"), "Format, group, scale type of gate and up, and of down.");
+  m.def("expert_formats", &expert_formats, nb::arg("layer"), "Format, group, scale type of gate, of up and of down.");
   m.def("adopt_experts", &adopt_experts, nb::arg("layer"), nb::arg("file"), nb::arg("offset"),
         "The layer's experts, as they lie in the file.");
 }

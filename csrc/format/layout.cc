@@ -120,6 +120,6 @@ std::string described(const WeightFormat& f) {
   return text + " with " + kScaleTypeNames[int(f.scale_type)] + shifts[int(f.shift_type)];
 }
 
-int64_t packed_bytes(const WeightView& layout) { return 2 * layout.pairs * layout.panel_bytes; }
+int64_t packed_bytes(const WeightView& layout) { return layout.pairs * layout.pair_bytes; }
 
 }  // namespace tandem

@@ -546,7 +546,8 @@ class ExpertLayer:
         experts: int,
         hidden: int,
         width: int,
-        gate_up: WeightFormat,
+        gate: WeightFormat,
+        up: WeightFormat,
         down: WeightFormat,
         activation: str,
         alpha: float,
@@ -676,8 +677,8 @@ def adopt_matrix(
 def expert_bytes(layer: ExpertLayer) -> tuple:
     """Panels of all experts."""
 
-def expert_formats(layer: ExpertLayer) -> tuple[tuple[str, int, str], tuple[str, int, str]]:
-    """Format, group, scale type of gate and up, and of down."""
+def expert_formats(layer: ExpertLayer) -> tuple[tuple[str, int, str], tuple[str, int, str], tuple[str, int, str]]:
+    """Format, group, scale type of gate, of up and of down."""
 
 def adopt_experts(layer: ExpertLayer, file: MappedFile, offset: int) -> None:
     """The layer's experts, as they lie in the file."""

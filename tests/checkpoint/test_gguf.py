@@ -27,6 +27,7 @@ from gguf_files import (
     split,
     write_gguf,
 )
+from plans import with_gpu
 from sessions import Session, ours, prompts, rms, worst
 from tandem import LLM, SamplingParams, _core
 from tandem.architectures import GGUF
@@ -35,9 +36,11 @@ from tandem.architectures.model_types import read_table
 from tandem.checkpoint import load_model_config, open_checkpoint, read_generation, resolve_model
 from tandem.checkpoint.gguf_config import AS_SAFETENSORS
 from tandem.errors import CheckpointError, ConfigError, TandemError
+from tandem.flags.engine_config import EngineConfig
 from tandem.formats.gguf_blocks import GGUF_CODES
 from tandem.formats.reference import decoded
 from tandem.kernels.cpu_ops import CpuOps
+from tandem.planner.resolve import resolve
 from tandem.spec.model_config import STORED
 from tandem.text.tokenizer import Tokenizer
 from tiny import save_tokenizer, settings
@@ -165,14 +168,24 @@ def test_types_mixed_by_tensor_are_one_model(wide, tmp_path):
     assert llm.engine.plan.expert_format == STORED and 1 <= len(answer.token_ids) <= 5
 
 
-def test_gate_and_up_of_two_types_are_refused_in_the_plan(wide, tmp_path):
+def test_gate_and_up_may_have_two_types(wide, tmp_path):
+    """As in UD files: computed side by side on the CPU. GPU kernels, which take both as one, are not asked."""
+
     def choose(name: str, array: np.ndarray) -> Kind:
         return Kind.Q3_K if "up_exps" in name else mixed_by_tensor(name, array)
 
     file = write_gguf(wide, tmp_path / "model.gguf", choose)
-    with pytest.raises(ConfigError, match=r"two formats in blk\.0: IQ2_XXS and Q3_K: give --kt-method"):
-        LLM(str(file), max_total_tokens=256)
-    assert LLM(str(file), max_total_tokens=256, kt_method="INT8").engine.plan.expert_format == "int8"
+    check_logits(file, wide, tmp_path)
+    stored = open_checkpoint(file).formats()
+    assert stored.experts.unread_by_gpu == "gates and ups of two types (blk.0: IQ2_XXS and Q3_K)"
+    config = EngineConfig(model=str(file), kt_gpu_experts_ratio=0.0)
+    plan = resolve(config, load_model_config(file), with_gpu(), stored)
+    assert plan.gpu is not None and plan.gpu.experts == 0
+    with pytest.raises(ConfigError, match="gates and ups of two types"):
+        resolve(replace(config, kt_gpu_experts_ratio=0.5), load_model_config(file), with_gpu(), stored)
+    llm = LLM(str(file), max_total_tokens=256)
+    [answer] = llm.generate(["hi"], SamplingParams(max_tokens=5, temperature=0.0))
+    assert llm.engine.plan.expert_format == STORED and 1 <= len(answer.token_ids) <= 5
 
 
 def check_logits(file: Path, wide: Path, tmp_path: Path) -> None:

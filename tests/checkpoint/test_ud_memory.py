@@ -1,4 +1,4 @@
-"""Memory of a GGUF file whose types differ by layer and by tensor, as UD files' do: planned, and used.
+"""Memory of a GGUF file whose types differ by layer, and between gate, up and down, as UD files' do: planned, and used.
 
 Real bytes of each layer count: on a CPU, and of whatever part a GPU would have. Packed experts have a few bytes more a
 row than their codes, which is a hundredth of rows as short as here."""
@@ -30,6 +30,7 @@ from tiny import save_tokenizer
 
 LAYERS, EXPERTS = 4, 16
 GATES = Kind.Q4_K, Kind.Q2_K, Kind.IQ2_XXS, Kind.Q2_K
+UPS = Kind.Q4_K, Kind.Q3_K, Kind.IQ2_XXS, Kind.Q5_K
 DOWNS = Kind.Q6_K, Kind.Q3_K, Kind.IQ3_S, Kind.Q4_K
 SIZES = {
     "hidden_size": 512, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
@@ -44,7 +45,7 @@ def kind_of(name: str, array: np.ndarray) -> Kind:
     if "_exps" not in name:
         return Kind.Q6_K
     layer = int(name.split(".")[1])
-    return DOWNS[layer] if "down" in name else GATES[layer]
+    return (DOWNS if "down" in name else UPS if "up" in name else GATES)[layer]
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,7 @@ ExpertRun::ExpertRun(ExpertLayer& layer, const ExpertCall& call)
 void ExpertRun::choose_integers() {
   bool all = true;
   for (const auto& [id, first, count] : plan_.experts) {
-    const bool x = x_integers_.how().takes(count), hidden = hidden_integers_.how().takes(count);
+    const bool x = takes_x(count), hidden = hidden_integers_.how().takes(count);
     for (int32_t row = first; row < first + count; ++row) {
       if (x) x_integers_.add(plan_.rows[size_t(row)].token);
       if (hidden) hidden_integers_.add(row);
@@ -97,7 +97,7 @@ int64_t ExpertRun::most_rows() const {
 // Many rows: equal tasks, as wide as a call can be, since each gathers its rows.
 void ExpertRun::divide(Tasks& tasks, const WeightView& layout) const {
   const int64_t most = has_many_rows() ? workspace_.most_pairs(most_rows()) : table_.blocking.pairs_per_call;
-  const int64_t pair_bytes = 2 * layout.panel_bytes;
+  const int64_t pair_bytes = layout.pair_bytes;
   const int64_t workers = workspace_.pool().size(), nodes = workspace_.pool().nodes(), parts = int64_t(parts_.size());
   tasks.of_node.clear();
   tasks.by_node = {};
@@ -175,7 +175,7 @@ void ExpertRun::convert(const ConvertedRows& rows, const PreparedRows& from, DTy
 
 MatmulFn ExpertRun::find_x(const RoutingPlan::Expert& expert, int64_t first, int64_t rows,
                            WorkerScratch& scratch) const {
-  const bool integers = x_integers_.how().takes(expert.count);
+  const bool integers = takes_x(expert.count);
   for (int64_t r = 0; r < rows; ++r) {
     const int32_t token = plan_.rows[size_t(first + r)].token;
     scratch.rows[r] = integers ? x_integers_.row(token) : x_.row(token);
@@ -244,6 +244,7 @@ bool ExpertRun::fetch(const Tasks& tasks, NodeTasks::Place place, int64_t step) 
 
 bool ExpertRun::fetch_step(const Piece& piece, int64_t step) {
   const WeightView& view = piece.weights;
+  if (view.pair_bytes == view.panel_bytes && view.second == view.panel_bytes) return false;  // of two formats
   const int64_t steps = ceil_div(view.panel_bytes, kAheadStepBytes), panel = step / steps;
   if (panel >= std::min<int64_t>(2 * piece.pairs, ceil_div(kAheadBytes, view.panel_bytes))) return false;
   const uint8_t* const from = view.panels + (piece.first_pair + panel / 2) * view.pair_bytes + panel % 2 * view.second;
@@ -260,10 +261,36 @@ void ExpertRun::multiply(MatmulFn kernel, const Piece& piece, int64_t x_stride, 
   kernel(&args);
 }
 
+// Gate and up of two formats, to scratch.tile as one view of both would give it: 16 columns of each in turn. Kernels
+// take pairs of panels, so an odd number of them gets one that is not asked for, before or behind; a node has an even
+// number (see together() in store/expert_layer.cc).
+void ExpertRun::multiply_each(const Piece& piece, WorkerScratch& scratch) const {
+  const int32_t extra = piece.pairs % 2, early = piece.first_pair + piece.pairs == piece.weights.pairs ? extra : 0;
+  const int32_t calls = (piece.pairs + extra) / 2;
+  const int64_t stride = tile_stride(calls), rows = ceil_div(piece.part.rows, kPanelRows) * kPanelRows;
+  const WeightView views[] = {piece.weights, layer_.up(piece.weights)};
+  for (int p = 0; p < 2; ++p) {
+    WeightView view = views[p];
+    view.panels += (piece.first_pair - early) * view.panel_bytes;
+    view.pairs = calls;
+    view.pair_bytes = 2 * view.panel_bytes;
+    float* const to = scratch.sums + p * rows * stride;
+    const uint8_t* next = p ? piece.next : views[1].panels + piece.first_pair * views[1].panel_bytes;
+    const MatmulArgs args{view, scratch.rows, to,   stride, scratch.matmul,      piece.part.rows,
+                          0,    calls,        next, 0,      workspace_.one_way()};
+    matmul_of(table_, view.format, piece.part.rows)(&args);
+    for (int64_t r = 0; r < piece.part.rows; ++r)
+      for (int32_t i = 0; i < piece.pairs; ++i)
+        std::copy_n(to + r * stride + (i + early) * kPanelRows, kPanelRows,
+                    scratch.tile + r * tile_stride(piece.pairs) + i * kPairColumns + p * kPanelRows);
+  }
+}
+
 void ExpertRun::gate_up(const Piece& piece, WorkerScratch& scratch) {
   const Part& part = piece.part;
   const RoutingPlan::Expert& expert = plan_.experts[size_t(part.expert)];
-  multiply(find_x(expert, part.first_row, part.rows, scratch), piece, 0, scratch);
+  const MatmulFn kernel = find_x(expert, part.first_row, part.rows, scratch);
+  layer_.shape_.mixed() ? multiply_each(piece, scratch) : multiply(kernel, piece, 0, scratch);
   const int64_t length = int64_t{layer_.gate_up_layout_.pairs} * kPairColumns;
   const int64_t pair = layer_.slices_[piece.node].first_gate_up + piece.first_pair, column = pair * kPairColumns;
   const float* bias =

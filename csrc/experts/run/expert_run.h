@@ -71,6 +71,7 @@ class ExpertRun {
   int64_t mean_rows() const;                              // per expert that has any
   bool has_many_rows() const;
   void choose_integers();
+  bool takes_x(int64_t rows) const { return !layer_.shape_.mixed() && x_integers_.how().takes(rows); }
   int64_t converted_each(int64_t rows) const;  // per task
   int64_t tasks_of(const ConvertedRows& rows) const;
   void prepare(int64_t task);
@@ -87,6 +88,7 @@ class ExpertRun {
   template <class Body>
   void for_pieces(const Tasks& tasks, NodeTasks::Place place, Body body) const;
   void multiply(MatmulFn kernel, const Piece& piece, int64_t x_stride, WorkerScratch& scratch) const;
+  void multiply_each(const Piece& piece, WorkerScratch& scratch) const;
   void gate_up(const Piece& piece, WorkerScratch& scratch);
   void clear_padding(int64_t row);
 

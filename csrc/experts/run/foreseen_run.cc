@@ -37,7 +37,7 @@ void ExpertRun::list_own() {
 }
 
 int64_t ExpertRun::own_at_once() const {
-  const int64_t pair_bytes = 2 * layer_.gate_up_layout_.panel_bytes;
+  const int64_t pair_bytes = layer_.gate_up_layout_.pair_bytes;
   return std::clamp<int64_t>(kOwnBytes / pair_bytes, 1, table_.blocking.pairs_per_call);
 }
 

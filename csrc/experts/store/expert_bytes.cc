@@ -44,12 +44,12 @@ void ExpertLayer::copy_all(const std::vector<int>& experts, uint8_t* to) const {
   };
   for (size_t i = 0; i < experts.size(); ++i) {
     uint8_t* const expert = to + int64_t(i) * expert_bytes_;
-    uint8_t* const down = expert + packed_bytes(gate_up_layout_);
     for (const NodeSlice& slice : slices_) {
       const uint8_t* here = panels_ + slice.offset + places_.of(experts[i]) * slice.expert_bytes;
-      const int64_t gate_up = 2 * slice.gate_up_pairs * gate_up_layout_.panel_bytes;
-      add(here, expert + 2 * slice.first_gate_up * gate_up_layout_.panel_bytes, gate_up);
-      add(here + gate_up, down + 2 * slice.first_down * down_layout_.panel_bytes, slice.expert_bytes - gate_up);
+      for (const Stretch& stretch : stretches(slice)) {
+        add(here, expert + stretch.whole, stretch.bytes());
+        here += stretch.bytes();
+      }
     }
   }
   const auto lock = workspace_->lock();
@@ -60,8 +60,8 @@ void ExpertLayer::copy_all(const std::vector<int>& experts, uint8_t* to) const {
 }
 
 void ExpertLayer::load_from(const ExpertLayer& other, const std::vector<int>& experts) {
-  if (&other == this || !same_slices(slices_, other.slices_) || !(shape_.gate_up == other.shape_.gate_up) ||
-      !(shape_.down == other.shape_.down))
+  if (&other == this || !same_slices(slices_, other.slices_) || !(shape_.gate == other.shape_.gate) ||
+      !(shape_.up == other.shape_.up) || !(shape_.down == other.shape_.down))
     throw std::invalid_argument("experts are taken from another layer, packed alike");
   other.check_packed();
   places_.check_room(experts);

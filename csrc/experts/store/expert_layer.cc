@@ -20,8 +20,11 @@ constexpr int64_t kCopyBytes = int64_t{512} << 10;          // of packed bytes, 
 void check_shape(const ExpertShape& shape) {
   if (shape.experts < 1 || shape.hidden < 1 || shape.width < 1)
     throw std::invalid_argument("an expert layer needs at least one expert, hidden and width >= 1");
-  if ((shape.gate_up.format == Format::bf16_rows) != (shape.down.format == Format::bf16_rows))
+  const auto whole = [](const WeightFormat& f) { return f.format == Format::bf16_rows; };
+  if (whole(shape.gate) != whole(shape.down) || whole(shape.gate) != whole(shape.up))
     throw std::invalid_argument("either all of an expert's matrices are read in whole rows, or none");
+  if (shape.mixed() && (!shape.gated() || (shape.gate.format == Format::f32) != (shape.up.format == Format::f32)))
+    throw std::invalid_argument("gate and up cannot be " + described(shape.gate) + " and " + described(shape.up));
   if (!shape.gated() && shape.width % kPairColumns)
     throw std::invalid_argument("experts without a gate have a width of whole " + std::to_string(kPairColumns) +
                                 "s, not of " + std::to_string(shape.width));
@@ -41,6 +44,9 @@ std::vector<ExpertLayer::Piece> joined(const std::vector<ExpertLayer::Piece>& pi
 
 int64_t panels_of(const NodeSlice& slice) { return 2 * (slice.gate_up_pairs + slice.down_pairs); }
 
+// Of two formats, gate and up are computed as matrices of their own, in pairs of panels of each.
+int64_t together(const ExpertShape& shape) { return shape.mixed() ? 2 : 1; }
+
 }  // namespace
 
 ExpertLayer::ExpertLayer(std::shared_ptr<Workspace> workspace, const ExpertShape& shape)
@@ -49,11 +55,16 @@ ExpertLayer::ExpertLayer(std::shared_ptr<Workspace> workspace, const ExpertShape
       places_(std::max(shape.experts, 1), shape.places ? shape.places : std::max(shape.experts, 1)) {
   check_shape(shape);
   // Whole pairs of 16 gate and 16 up columns.
-  const int64_t padded_width = (shape.gate_rows() + kPanelRows - 1) / kPanelRows * int64_t{kPanelRows};
-  gate_up_layout_ = packed_layout(shape.gate_up, 2 * padded_width, shape.hidden);
+  const int64_t unit = kPanelRows * together(shape), padded_width = (shape.gate_rows() + unit - 1) / unit * unit;
+  gate_up_layout_ = packed_layout(shape.gate, 2 * padded_width, shape.hidden);
+  up_layout_ = packed_layout(shape.up, 2 * padded_width, shape.hidden);
+  if (up_layout_.padded_depth != gate_up_layout_.padded_depth)
+    throw std::invalid_argument("gate and up have groups that end in different places: " + described(shape.gate) +
+                                " and " + described(shape.up));
+  gate_up_layout_.pair_bytes = gate_up_layout_.panel_bytes + up_layout_.panel_bytes;
   down_layout_ = packed_layout(shape.down, shape.hidden, shape.width);
   expert_bytes_ = packed_bytes(gate_up_layout_) + packed_bytes(down_layout_);
-  slices_ = cut_by_node(gate_up_layout_, down_layout_, places_.count(), workspace_->pool());
+  slices_ = cut_by_node(gate_up_layout_, together(shape), down_layout_, places_.count(), workspace_->pool());
   if (in_place()) rows_.resize(size_t(shape_.experts));
 }
 
@@ -69,6 +80,15 @@ WeightView ExpertLayer::gate_up(int expert, size_t node) const {
     return view;
   }
   view.panels = panels_ + slice.offset + places_.of(expert) * slice.expert_bytes;
+  if (shape_.mixed()) view.pair_bytes = view.panel_bytes;
+  return view;
+}
+
+WeightView ExpertLayer::up(const WeightView& gate) const {
+  WeightView view = up_layout_;
+  view.pairs = gate.pairs;
+  view.pair_bytes = view.panel_bytes;
+  view.panels = gate.panels + gate.pairs * gate.panel_bytes;
   return view;
 }
 
@@ -81,7 +101,7 @@ WeightView ExpertLayer::down(int expert, size_t node) const {
     return view;
   }
   view.panels = panels_ + slice.offset + places_.of(expert) * slice.expert_bytes +
-                2 * slice.gate_up_pairs * gate_up_layout_.panel_bytes;
+                slice.gate_up_pairs * gate_up_layout_.pair_bytes;
   return view;
 }
 
@@ -108,6 +128,7 @@ std::vector<SharedRange> ExpertLayer::shared_gate_up(int expert) const {
     const int workers = workspace_->pool().workers_of(node);
     ranges.push_back({view.panels, view.pairs, view.pair_bytes, expert, first, workers});
     if (in_place()) ranges.push_back({view.panels + view.second, view.pairs, view.pair_bytes, expert, first, workers});
+    if (shape_.mixed()) ranges.push_back({up(view).panels, view.pairs, up(view).pair_bytes, expert, first, workers});
     first += workers;
   }
   return ranges;
@@ -131,7 +152,7 @@ void ExpertLayer::load(int expert, const ExpertSource& source) { load_all({exper
 
 void ExpertLayer::check_formats(const ExpertSource& source) const {
   check_source(gate_up_layout_, source.gate);
-  check_source(gate_up_layout_, source.up);
+  check_source(up_layout_, source.up);
   check_source(down_layout_, source.down);
 }
 
@@ -147,6 +168,9 @@ void ExpertLayer::check_sources(const std::vector<int>& experts, const std::vect
 
 void ExpertLayer::check_activations() const {
   if (!shape_.int8_activations) return;
+  if (shape_.mixed())
+    throw std::invalid_argument("int8 activations do not exist for experts whose gate and up are " +
+                                described(shape_.gate) + " and " + described(shape_.up) + ": leave the mode off");
   check_int8(workspace_->table(), gate_up_layout_);
   check_int8(workspace_->table(), down_layout_);
 }
@@ -194,25 +218,44 @@ void ExpertLayer::load_all(const std::vector<int>& experts, const std::vector<Ex
   taken.keep();
 }
 
+std::array<ExpertLayer::Stretch, 3> ExpertLayer::stretches(const NodeSlice& slice) const {
+  const int64_t gate = gate_up_layout_.panel_bytes, up = up_layout_.panel_bytes, pairs = slice.gate_up_pairs;
+  const Stretch down{packed_bytes(gate_up_layout_) + slice.first_down * down_layout_.pair_bytes, 2 * slice.down_pairs,
+                     down_layout_.panel_bytes};
+  if (!shape_.mixed()) return {{{slice.first_gate_up * gate_up_layout_.pair_bytes, 2 * pairs, gate}, down, {}}};
+  return {{{slice.first_gate_up * gate, pairs, gate},
+           {gate_up_layout_.pairs * gate + slice.first_gate_up * up, pairs, up},
+           down}};
+}
+
 int64_t ExpertLayer::first_panel_from(const NodeSlice& slice, int64_t offset) const {
-  const int64_t gate_up = 2 * slice.gate_up_pairs * gate_up_layout_.panel_bytes;
-  const int64_t beyond = std::max<int64_t>(0, offset - gate_up);
-  const auto panels = [](int64_t bytes, const WeightView& w) { return (bytes + w.panel_bytes - 1) / w.panel_bytes; };
-  return panels(offset - beyond, gate_up_layout_) + panels(beyond, down_layout_);
+  int64_t panels = 0;
+  for (const Stretch& stretch : stretches(slice)) {
+    if (offset <= 0 || stretch.panels == 0) continue;
+    panels += std::min(stretch.panels, (offset + stretch.panel_bytes - 1) / stretch.panel_bytes);
+    offset -= stretch.bytes();
+  }
+  return panels;
 }
 
 void ExpertLayer::pack_panel_of(uint8_t* memory, const ExpertSource& source, const NodeSlice& slice,
                                 int64_t panel) const {
   const int64_t gate_up_panels = 2 * slice.gate_up_pairs, down_panel = panel - gate_up_panels;
-  if (down_panel < 0) {
-    const int64_t row = (slice.first_gate_up + panel / 2) * kPanelRows;
-    pack_panel(gate_up_layout_, staged(panel % 2 ? source.up : source.gate, row), row,
-               memory + panel * gate_up_layout_.panel_bytes);
-  } else {
+  if (down_panel >= 0) {
     const int64_t row = (2 * slice.first_down + down_panel) * kPanelRows;
-    pack_panel(down_layout_, staged(source.down, row), row,
-               memory + gate_up_panels * gate_up_layout_.panel_bytes + down_panel * down_layout_.panel_bytes);
+    memory += slice.gate_up_pairs * gate_up_layout_.pair_bytes + down_panel * down_layout_.panel_bytes;
+    return pack_panel(down_layout_, staged(source.down, row), row, memory);
   }
+  const int64_t pair = shape_.mixed() ? panel % slice.gate_up_pairs : panel / 2;
+  const bool is_up = shape_.mixed() ? panel >= slice.gate_up_pairs : panel % 2;
+  const int64_t row = (slice.first_gate_up + pair) * kPanelRows;
+  if (!shape_.mixed())
+    memory += panel * gate_up_layout_.panel_bytes;
+  else if (is_up)
+    memory += slice.gate_up_pairs * gate_up_layout_.panel_bytes + pair * up_layout_.panel_bytes;
+  else
+    memory += pair * gate_up_layout_.panel_bytes;
+  pack_panel(is_up ? up_layout_ : gate_up_layout_, staged(is_up ? source.up : source.gate, row), row, memory);
 }
 
 void ExpertLayer::adopt(std::shared_ptr<const MappedFile> file, int64_t offset) {
@@ -238,11 +281,11 @@ void ExpertLayer::copy_pieces(int expert, Copy copy) const {
       parts.push_back({whole + at, here + at, std::min(kCopyBytes, bytes - at)});
   };
   for (const NodeSlice& slice : slices_) {
-    const int64_t here = slice.offset + places_.of(expert) * slice.expert_bytes, panel = gate_up_layout_.panel_bytes;
-    const int64_t gate_up = 2 * slice.gate_up_pairs * panel;
-    add(2 * slice.first_gate_up * panel, here, gate_up);
-    add(packed_bytes(gate_up_layout_) + 2 * slice.first_down * down_layout_.panel_bytes, here + gate_up,
-        slice.expert_bytes - gate_up);
+    int64_t here = slice.offset + places_.of(expert) * slice.expert_bytes;
+    for (const Stretch& stretch : stretches(slice)) {
+      add(stretch.whole, here, stretch.bytes());
+      here += stretch.bytes();
+    }
   }
   workspace_->pool().run_phases({{int64_t(parts.size()), [&](int64_t i, const Worker&) {
                                     const Piece& part = parts[size_t(i)];
@@ -298,16 +341,16 @@ std::vector<ExpertLayer::Piece> ExpertLayer::pieces(int32_t place) {
   const ByteRange memory = own();
   if (!memory.data || place < 0 || place >= places_.count())
     throw std::invalid_argument("place " + std::to_string(place) + " is not in this layer's own memory");
-  std::vector<Piece> gate_up, down;
+  std::vector<Piece> pieces;
   for (const NodeSlice& slice : slices_) {
     uint8_t* here = memory_.data() + slice.offset + place * slice.expert_bytes;
-    const int64_t panel = gate_up_layout_.panel_bytes, gate_up_bytes = 2 * slice.gate_up_pairs * panel;
-    gate_up.push_back({2 * slice.first_gate_up * panel, here, gate_up_bytes});
-    down.push_back({packed_bytes(gate_up_layout_) + 2 * slice.first_down * down_layout_.panel_bytes,
-                    here + gate_up_bytes, slice.expert_bytes - gate_up_bytes});
+    for (const Stretch& stretch : stretches(slice)) {
+      pieces.push_back({stretch.whole, here, stretch.bytes()});
+      here += stretch.bytes();
+    }
   }
-  gate_up.insert(gate_up.end(), down.begin(), down.end());
-  return joined(gate_up);
+  std::stable_sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) { return a.offset < b.offset; });
+  return joined(pieces);
 }
 
 ByteRange ExpertLayer::own() const {

@@ -21,12 +21,13 @@ struct ExpertShape {
   int experts;
   int hidden;
   int width;  // of one expert's intermediate activations
-  WeightFormat gate_up, down;
+  WeightFormat gate, up, down;
   Activation activation;
   int places = 0;                 // experts that there is memory for; 0: all of them
   bool int8_activations = false;  // rounded before both products: an explicit choice that costs accuracy
 
   bool gated() const { return is_gated(activation.kind); }
+  bool mixed() const { return !(gate == up); }
   int gate_rows() const { return gated() ? width : width / 2; }  // and as many of up
 };
 
@@ -71,14 +72,15 @@ class ExpertLayer {
   // Weights that will be read after this layer: idle workers fetch them once it is computed.
   void read_next(std::vector<ByteRange> upcoming) { upcoming_ = std::move(upcoming); }
 
-  // The packed form, for whoever keeps or computes experts elsewhere: of an expert, first gate_up, then down.
+  // The packed form, for whoever keeps or computes experts elsewhere: of an expert, first gate_up, then down. Where
+  // gate and up have two formats, these are gate's panels, but a pair's bytes are those of both.
   const WeightView& gate_up_layout() const { return gate_up_layout_; }
   const WeightView& down_layout() const { return down_layout_; }
   bool is_loaded(int expert) const { return places_.has(expert); }
   bool in_file() const { return file_ != nullptr; }
   // Whether experts are used where the caller has them, in whole rows (Format::bf16_rows), instead of being packed.
   // Nothing could be copied or moved then. The caller keeps the memory for as long as they are here.
-  bool in_place() const { return shape_.gate_up.format == Format::bf16_rows; }
+  bool in_place() const { return shape_.gate.format == Format::bf16_rows; }
   int loaded() const { return places_.taken(); }       // experts that are
   void copy_packed(int expert, uint8_t* to) const;     // bytes_per_expert() of them, of all memory nodes
   void load_packed(int expert, const uint8_t* bytes);  // the inverse
@@ -130,7 +132,8 @@ class ExpertLayer {
   void forward(const ExpertCall& call);
 
  private:
-  WeightView gate_up(int expert, size_t node) const;  // what a node has of it
+  WeightView gate_up(int expert, size_t node) const;  // what a node has of it; of two formats, gate alone
+  WeightView up(const WeightView& gate) const;        // of two formats: what lies behind such a gate
   WeightView down(int expert, size_t node) const;
   void check_sources(const std::vector<int>& experts, const std::vector<ExpertSource>& sources) const;
   void check_formats(const ExpertSource& source) const;
@@ -154,6 +157,13 @@ class ExpertLayer {
   void check_activations() const;  // throws std::invalid_argument if the tier has no kernels for them
   // The first panel that begins there or later in an expert's bytes of that node.
   int64_t first_panel_from(const NodeSlice& slice, int64_t offset) const;
+  // What a node has of an expert: stretches of equal panels, which follow each other there.
+  struct Stretch {
+    int64_t whole;  // where it begins in the whole packed expert
+    int64_t panels, panel_bytes;
+    int64_t bytes() const { return panels * panel_bytes; }
+  };
+  std::array<Stretch, 3> stretches(const NodeSlice& slice) const;
   int64_t tokens_per_chunk(int64_t top_k) const;
   void check_loaded() const;
   void leave_out(const ExpertCall& call) const;
@@ -163,7 +173,8 @@ class ExpertLayer {
 
   std::shared_ptr<Workspace> workspace_;
   ExpertShape shape_;
-  WeightView gate_up_layout_;  // panels alternate: 16 columns of gate, the same 16 of up
+  WeightView gate_up_layout_;  // panels alternate: 16 columns of gate, the same 16 of up; of two formats: see up()
+  WeightView up_layout_;       // the same, where gate and up have one format
   WeightView down_layout_;
   int64_t expert_bytes_;
   std::vector<NodeSlice> slices_;           // by memory node

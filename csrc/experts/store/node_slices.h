@@ -16,11 +16,12 @@ struct NodeSlice {
   int64_t first_gate_up, gate_up_pairs;  // pairs of panels
   int64_t first_down, down_pairs;
   int64_t offset;        // of its first expert, from where the layer's memory begins: a multiple of a huge page
-  int64_t expert_bytes;  // of one expert here: panels of gate_up, then of down
+  int64_t expert_bytes;  // of one expert here: panels of gate_up (of gate, then of up, where they differ), then of down
 };
 
 // Columns are divided in proportion to the nodes' workers. With one node, experts lie one after the other, whole.
-std::vector<NodeSlice> cut_by_node(const WeightView& gate_up, const WeightView& down, int experts,
+// together: pairs of gate_up that a node has all of, or none.
+std::vector<NodeSlice> cut_by_node(const WeightView& gate_up, int64_t together, const WeightView& down, int experts,
                                    const WorkerPool& pool);
 
 // Of the memory that slices describe.

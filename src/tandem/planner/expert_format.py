@@ -32,10 +32,8 @@ def stored_or_asked(config: EngineConfig, dtype: str, stored: StoredFormats) -> 
             return unrounded_format(dtype), "nothing is rounded beyond the dtype"
         if dtype == "float32":
             return "f32", f"{experts.name} in the checkpoint, decoded for --dtype float32"
-        _check_alike(experts)
         return STORED, as_stored(experts, dtype)
     if experts.quantised and method in experts.methods:
-        _check_alike(experts)
         return STORED, f"--kt-method {method}: {as_stored(experts, dtype)}"
     if method not in EXPERT_FORMATS:
         raise ConfigError(
@@ -48,15 +46,6 @@ def stored_or_asked(config: EngineConfig, dtype: str, stored: StoredFormats) -> 
     if chosen in ("int8", "int4"):
         reason += "; weights are rounded in groups of 32, activations are not"
     return chosen, reason
-
-
-def _check_alike(experts: StoredFormat) -> None:
-    if experts.unlike:
-        raise ConfigError(
-            f"experts' gate and up are computed together, and have two formats in {experts.unlike}: give --kt-method "
-            "INT4 or INT8 to round them while loading, or take another file",
-            fields=("kt_method",),
-        )
 
 
 def as_stored(stored: StoredFormat, dtype: str) -> str:

@@ -21,7 +21,6 @@ class StoredFormat:
         2.0  # of dense matrices in GPU memory, where what the kernels do not read is bfloat16
     )
     zero_points: bool = False  # of some of it, as packed
-    unlike: str = ""  # an expert's gate and up that have different formats: "blk.3: IQ1_S and IQ1_M"
     shares: tuple[tuple[str, float], ...] = ()  # of its weights, by format, the most frequent first
     layers: tuple[float, ...] = ()  # `bytes_per_weight` of each layer's experts, in order, where they differ
     unread_by_gpu: str = ""  # what of it the GPU kernels do not read: "q4_k, q6_k"

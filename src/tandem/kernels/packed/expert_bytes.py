@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tandem._core import ByteRange, ExpertLayer, expert_bytes, expert_formats
+from tandem.errors import KernelError
 from tandem.kernels.packed.packable import FormatNames, PanelLayout
 
 
@@ -81,8 +82,9 @@ class ExpertBytes:
 
     @property
     def formats(self) -> tuple[FormatNames, ...]:
-        """Formats of gate and up, and of down."""
-        return expert_formats(self._core)
+        """Formats of gate and up, and of down; of each, where gate and up have two."""
+        gate, up, down = expert_formats(self._core)
+        return (gate, down) if gate == up else (gate, up, down)
 
     @property
     def packed_bytes(self) -> int:
@@ -102,7 +104,9 @@ class ExpertBytes:
 
     def layout(self) -> tuple[PanelLayout, PanelLayout]:
         """Layouts of the packed gate_up, and of the down that follows. Panels of gate_up alternate 16 rows of gate and
-        16 of up."""
+        16 of up. Raises KernelError where these have two formats, and panels of their own."""
+        if len(self.formats) > 2:
+            raise KernelError("experts whose gate and up have two formats have no common layout")
         gate_up, down = self._core.layout()
         return gate_up, down
 

@@ -36,7 +36,8 @@ class PackedExperts(ExpertBytes, ExpertPlaces):
     """`ExpertLayer` on packed weights: the routed experts of one layer, MLPs of equal shape.
 
     fmt and group say how numbers are packed, as in `PackedMatrix`.
-    The first expert loaded decides what the layer holds: gate and up in one format, down in the same or another.
+    The first expert loaded decides what the layer holds: gate, up and down may have a format each. Where gate and up
+    have two, neither a GPU nor int8 activations take them.
     cpu_slots: how many experts there is memory for, when the others live elsewhere; 0: for all.
     int8_activations: x, and the activations between the two products, are rounded to int8 (`int8_activations.py`);
     loading weights that have no such kernels then raises KernelError. The packed bytes are the same.
@@ -66,16 +67,16 @@ class PackedExperts(ExpertBytes, ExpertPlaces):
         self.int8_activations = int8_activations
         self._in_place = in_place and fmt == "bf16" and hidden % ROW_UNIT == width % ROW_UNIT == 0
         first = WHOLE_ROWS if self._in_place else self.numbers
-        self._formats = first, first  # of gate and up, and of down
+        self._formats = first, first, first  # of gate, up and down
         self._used: dict[int, Sources] = {}  # in place: whose memory they are
         self._empty = True
         self._make()
 
     def _make(self) -> None:
-        sizes, (gate_up, down) = (self.num_experts, self.hidden, self.width), self._formats
+        sizes = self.num_experts, self.hidden, self.width
         act = self.activation.kind, self.activation.alpha, self.activation.limit
         self._core = _core.ExpertLayer(
-            self._workspace, *sizes, gate_up, down, *act, self.cpu_slots, self.int8_activations
+            self._workspace, *sizes, *self._formats, *act, self.cpu_slots, self.int8_activations
         )
         self._forward = self._core.forward
         if self.biases is not None:
@@ -132,18 +133,17 @@ class PackedExperts(ExpertBytes, ExpertPlaces):
     def _agree(
         self, expert: int, gate: _core.WeightFormat, up: _core.WeightFormat, down: _core.WeightFormat
     ) -> None:
-        if gate is up is self._formats[0] and down is self._formats[1]:
+        formats = self._formats
+        if gate is formats[0] and up is formats[1] and down is formats[2]:
             return  # nearly always; comparing takes longer
-        if gate != up:
-            raise KernelError(f"expert {expert}: gate is {gate}, up is {up}; both must have one format")
-        if (gate, down) == self._formats:
+        if (gate, up, down) == formats:
             return
         if not self._empty:
             raise KernelError(
-                f"expert {expert}: gate and up are {gate}, down is {down}; "
-                f"the layer holds {self._formats[0]} and {self._formats[1]}"
+                f"expert {expert}: gate is {gate}, up is {up}, down is {down}; "
+                f"the layer holds {formats[0]}, {formats[1]} and {formats[2]}"
             )
-        self._formats = gate, down
+        self._formats = gate, up, down
         self._make()
 
     def forward(
@@ -176,8 +176,8 @@ class PackedExperts(ExpertBytes, ExpertPlaces):
         """Makes this layer, into which nothing was loaded, the one that was written as `section`."""
         if section.shape != self.shape:
             raise CheckpointError(f"{file.path}: {section.name} is {section.shape}, not {self.shape}")
-        gate_up, down = section.formats
-        self._formats = _core.WeightFormat(*gate_up), _core.WeightFormat(*down)
+        formats = [_core.WeightFormat(*each) for each in section.formats]
+        self._formats = formats[0], formats[-2], formats[-1]  # one of gate and up is written once
         self._make()
         _core.adopt_experts(self._core, file.mapped, section.parts[0].offset)
         self._empty = False
