@@ -26,7 +26,9 @@ def rotation(patches: int, channels: int) -> PatchRotation:
     return PatchRotation(angles.cos(), angles.sin())
 
 
-def ops_of(threads: int, shape: ImageShape, dtype: torch.dtype, turns: PatchRotation, tier: str = "scalar") -> OnThreads:
+def ops_of(
+    threads: int, shape: ImageShape, dtype: torch.dtype, turns: PatchRotation, tier: str = "scalar"
+) -> OnThreads:
     return CpuOps(_core.WorkerPool([-1] * threads), tier).image_ops(shape, dtype, turns)
 
 
