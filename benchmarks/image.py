@@ -195,11 +195,21 @@ def tensor_bytes(thing: Any) -> int:
     return sum(map(tensor_bytes, vars(thing).values())) if type(thing).__module__ in PARTS else 0
 
 
+def longest_prompt(engine: Engine) -> None:
+    """A chunk of as many tokens as a step may have: workspace and scratch are planned for it."""
+    tokens = min(engine.plan.max_step_tokens, engine.plan.context_length - 2)
+    ids = torch.randint(1000, 100_000, (tokens,)).tolist()
+    engine.add(GenerateRequest(id="longest", prompt_ids=ids, sampling=SamplingSettings(**GREEDY, max_tokens=1)))
+    while engine.has_work():
+        engine.step()
+
+
 def memory(engine: Engine, free_before: int, seed: int) -> dict[str, Any]:
     """GPU memory as planned and as used: of the tower, of an image's pass, and in all. free_before: bytes, before this
     process had a context."""
     plan, tower = engine.plan, engine.model_config.vision
     assert tower is not None
+    longest_prompt(engine)
     (vram,) = (ledger for ledger in plan.ledgers if ledger.place == VRAM)
     tokens, side = plan.image_tokens, tower.processor.side
     down = next(n for n in range(int(tokens**0.5), 0, -1) if tokens % n == 0)

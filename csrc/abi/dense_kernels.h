@@ -133,6 +133,12 @@ struct DenseKernels {
   void (*token_scores)(const float* q, const float* gates, const float* k, int64_t heads, int64_t dim, int64_t stride,
                        int64_t keys, float* out);
 
+  // Of an image's patches, computed in float and rounded once. A head of 2 * half elements, turned by cos and sin (f32
+  // [half]); (x - mean) / deviation * weight + bias; GELU by tanh.
+  void (*turn_head)(const void* x, const float* cos, const float* sin, int64_t half, void* out, DType type);
+  void (*layer_norm)(const void* x, const void* weight, const void* bias, void* out, int64_t n, float eps, DType type);
+  void (*gelu_row)(const void* x, void* out, int64_t n, DType type);
+
   // A ceiling of the machine. Returns something computed from all that was read, so that nothing is optimised away.
   float (*read_memory)(const void* data, int64_t bytes);  // bytes: a multiple of 1024
 };

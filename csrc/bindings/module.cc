@@ -26,6 +26,7 @@ NB_MODULE(_core, m) {
   tandem::bind_codes(m);
   tandem::bind_dense(m);
   tandem::bind_recurrent(m);
+  tandem::bind_patches(m);
   tandem::bind_columns(m);
   tandem::bind_streams(m);
   tandem::bind_tables(m);

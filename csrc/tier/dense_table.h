@@ -6,6 +6,7 @@
 #include "micro/checksum.h"
 #include "micro/fit.h"
 #include "micro/norm_rope.h"
+#include "micro/patches.h"
 #include "micro/recurrent/channels.h"
 #include "micro/recurrent/delta_rule.h"
 
@@ -35,6 +36,9 @@
       sigmoid_norm<Isa>,                    \
       through_gate<Isa>,                    \
       TokenScores<Isa>::scores,             \
+      turn_head<Isa>,                       \
+      layer_norm<Isa>,                      \
+      gelu_row<Isa>,                        \
       Ceilings<Isa>::read_memory,           \
   };                                        \
   }

@@ -306,6 +306,24 @@ class RecurrentOps:
     ) -> None:
         """gated: float32, what is left before the norm."""
 
+class PatchOps:
+    """Operations between a vision tower's products, on a pool: arrays of bfloat16 or float32."""
+
+    def __init__(self, pool: WorkerPool, tier: str) -> None: ...
+    def split(
+        self, qkv: object, cos: object, sin: object, first: int, q: object, k: object, v: object
+    ) -> None:
+        """
+        qkv [n, 3, heads, d] of patches first, first + 1 …; cos, sin float32 [patches, d / 2]. Writes q [heads, n, d],
+        and rows first … of k and v [heads, patches, d]. q and k are turned.
+        """
+
+    def layer_norm(self, x: object, weight: object, bias: object, out: object, eps: float) -> None:
+        """x, out [n, width], which may be the same."""
+
+    def gelu(self, x: object, out: object) -> None:
+        """By tanh; x, out [n, width], which may be the same."""
+
 class Columns:
     """
     Runs (source, step, target, count) of columns, from one array to another.

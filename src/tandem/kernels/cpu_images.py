@@ -1,7 +1,7 @@
-"""Attention of all patches of an image to all, and GELU, on as many threads as there are workers.
+"""Operations of a vision tower on the CPU: attention on as many threads as there are workers, the rest by the workers.
 
-PyTorch's kernel is faster than that of prompts for rows that see everything. Its own threads would spin between the
-operations of a step; these sleep.
+PyTorch's attention is faster than that of prompts for rows that see everything. Its own threads would spin between the
+operations of a step; these sleep. Between the products one thread would take longer than they do.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.kernels.images import ImageShape
+from tandem import _core
+from tandem.kernels.images import ImageShape, PatchRotation
 
 
 class ImageThreads:
     """Started when an image comes. They may run wherever this thread could when they were made: it has a CPU of its own
     later, which they would inherit."""
 
-    def __init__(self, count: int) -> None:
-        self.count, self._cpus = count, os.sched_getaffinity(0)
+    def __init__(self, workers: _core.WorkerPool, tier: str) -> None:
+        self.patches, self.count = _core.PatchOps(workers, tier), len(workers)
+        self._cpus = os.sched_getaffinity(0)
         self._pool: ThreadPoolExecutor | None = None
 
     def pool(self) -> ThreadPoolExecutor:
@@ -33,34 +35,36 @@ class ImageThreads:
 
 
 class OnThreads:
-    """`ImageAttention`: each thread has some heads."""
+    """`ImageOps`; in attention each thread has some heads. Queries are [heads, n, channels]."""
 
-    def __init__(self, threads: ImageThreads, shape: ImageShape, dtype: torch.dtype) -> None:
+    def __init__(
+        self, threads: ImageThreads, shape: ImageShape, dtype: torch.dtype, turns: PatchRotation
+    ) -> None:
         self._threads, each = threads, -(-shape.heads // threads.count)
         self._parts = [slice(first, first + each) for first in range(0, shape.heads, each)]
-        self._kv = torch.empty(0), torch.empty(0)
+        self._cos, self._sin = (table[:, : shape.channels // 2].contiguous() for table in turns)
+        self._kv = torch.empty(2, shape.heads, shape.patches, shape.channels, dtype=dtype)
 
-    def show(self, k: Tensor, v: Tensor) -> None:
-        self._kv = k.transpose(0, 1)[None].contiguous(), v.transpose(0, 1)[None].contiguous()
-
-    def attend(self, q: Tensor) -> Tensor:
-        out, queries = torch.empty_like(q), q.transpose(0, 1)[None]
-        list(self._threads.pool().map(partial(self._some, queries, out), self._parts))
-        return out.flatten(1)
-
-    def _some(self, q: Tensor, out: Tensor, heads: slice) -> None:
-        with torch.inference_mode():
-            k, v = self._kv
-            attention = F.scaled_dot_product_attention(q[:, heads], k[:, heads], v[:, heads])
-            out[:, heads] = attention[0].transpose(0, 1)
-
-    def gelu(self, x: Tensor) -> Tensor:
-        out, each = torch.empty_like(x), -(-len(x) // self._threads.count)
-        rows = [slice(first, first + each) for first in range(0, len(x), each)]
-        list(self._threads.pool().map(partial(_some_gelu, x, out), rows))
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        out = torch.empty_like(x)
+        self._threads.patches.layer_norm(x, weight, bias, out, eps)
         return out
 
+    def split(self, qkv: Tensor, rows: slice) -> Tensor:
+        q = qkv.new_empty(qkv.shape[2], len(qkv), qkv.shape[3])
+        self._threads.patches.split(qkv, self._cos, self._sin, rows.start, q, *self._kv)
+        return q
 
-def _some_gelu(x: Tensor, out: Tensor, rows: slice) -> None:
-    with torch.inference_mode():
-        torch.ops.aten.gelu.out(x[rows], approximate="tanh", out=out[rows])
+    def attend(self, q: Tensor) -> Tensor:
+        out = q.new_empty(q.shape[1], q.shape[0], q.shape[2])
+        list(self._threads.pool().map(partial(self._attend_heads, q, out), self._parts))
+        return out.flatten(1)
+
+    def _attend_heads(self, q: Tensor, out: Tensor, heads: slice) -> None:
+        with torch.inference_mode():
+            k, v = self._kv[:, None, heads]
+            out[:, heads] = F.scaled_dot_product_attention(q[None, heads], k, v)[0].transpose(0, 1)
+
+    def gelu(self, x: Tensor) -> Tensor:
+        self._threads.patches.gelu(x, x)
+        return x

@@ -74,7 +74,7 @@ class CpuOps(InMemory):
         self.dense = _core.DenseOps(pool, tier)
         self.workspace = _core.Workspace(pool, tier, one_way=deterministic and tier in TILED)
         self._views = BatchViews()
-        self.image_attention = partial(OnThreads, ImageThreads(len(pool)))
+        self.image_ops = partial(OnThreads, ImageThreads(pool, tier))
 
     def linear(self, weight: Weight | Blocks, bias: Tensor | None = None, fmt: str = "bf16") -> PackedMatrix:
         if isinstance(weight, WeightCodes):

@@ -1,4 +1,4 @@
-"""Attention of all patches of an image to all."""
+"""Operations of a vision tower between its products: rotation, attention of all patches to all, norms, GELU."""
 
 from __future__ import annotations
 
@@ -18,34 +18,59 @@ class ImageShape(NamedTuple):
     tile: int
 
 
-class ImageAttention(Protocol):
-    """Attention among the patches of an image, one block after the other."""
+class PatchRotation(NamedTuple):
+    """cos, sin float32 [patches, channels of a head]; both halves of the channels are alike."""
 
-    def show(self, k: Tensor, v: Tensor) -> None:
-        """A block's keys and values, [patches, heads, channels]."""
+    cos: Tensor
+    sin: Tensor
+
+
+def turned(x: Tensor, turns: PatchRotation, rows: slice) -> Tensor:
+    """x [n, heads, channels] of these rows, turned in halves, in float32."""
+    wide, cos, sin = x.float(), turns.cos[rows, None], turns.sin[rows, None]
+    first, second = wide.chunk(2, -1)
+    return (wide * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
+
+
+class ImageOps(Protocol):
+    """Of one image, block after block: all rows of a block are split before any attends."""
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """x [n, width] → [n, width]."""
+        ...
+
+    def split(self, qkv: Tensor, rows: slice) -> Tensor:
+        """qkv [n, 3, heads, channels] of these patches → their queries, turned, as `attend` takes them. Keys, turned,
+        and values are kept."""
         ...
 
     def attend(self, q: Tensor) -> Tensor:
-        """Attention of some patches to the block shown, q [n, heads, channels] → [n, heads * channels]."""
+        """Attention of some queries to all patches → [n, heads * channels]."""
         ...
 
     def gelu(self, x: Tensor) -> Tensor:
-        """GELU, by tanh, of rows [n, width] between two products: where one thread computes, it takes longer than they
-        do."""
+        """GELU, by tanh, of rows [n, width] between two products; may be computed in place."""
         ...
 
 
 class ByTorch:
-    """Where torch computes."""
+    """`ImageOps` where torch computes."""
 
-    def __init__(self, shape: ImageShape, dtype: torch.dtype) -> None:
-        self._kv = torch.empty(0), torch.empty(0)
+    def __init__(self, shape: ImageShape, dtype: torch.dtype, turns: PatchRotation) -> None:
+        self._turns, device = turns, turns.cos.device
+        self._kv = torch.empty(2, shape.patches, shape.heads, shape.channels, dtype=dtype, device=device)
 
-    def show(self, k: Tensor, v: Tensor) -> None:
-        self._kv = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+    def split(self, qkv: Tensor, rows: slice) -> Tensor:
+        q, k, v = qkv.unbind(1)
+        self._kv[0, rows], self._kv[1, rows] = turned(k, self._turns, rows), v
+        return turned(q, self._turns, rows)
 
     def attend(self, q: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q.transpose(0, 1)[None], *self._kv)[0].transpose(0, 1).flatten(1)
+        k, v = self._kv.transpose(1, 2)[:, None]
+        return F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v)[0].transpose(0, 1).flatten(1)
 
     def gelu(self, x: Tensor) -> Tensor:
         return F.gelu(x, approximate="tanh")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.kernels.batch_layout import KernelBatch
-from tandem.kernels.images import ImageAttention, ImageShape
+from tandem.kernels.images import ImageOps, ImageShape, PatchRotation
 from tandem.kernels.ranks.group import Group
 from tandem.spec.activation import SILU, Activation
 
@@ -330,6 +330,6 @@ class Ops(Protocol):
         its shape. Raises KernelError by name where it has none for this machine."""
         ...
 
-    def image_attention(self, shape: ImageShape, dtype: torch.dtype) -> ImageAttention:
-        """Attention within an image of this shape, with memory of its own."""
+    def image_ops(self, shape: ImageShape, dtype: torch.dtype, turns: PatchRotation) -> ImageOps:
+        """Operations of an image of this shape, with memory of its own."""
         ...

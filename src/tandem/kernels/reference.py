@@ -255,7 +255,7 @@ class TorchOps(InMemory):
     def bound(self, shape: object, *weights: object) -> Any:
         return bound_by(("torch",), self, shape, weights)
 
-    image_attention = ByTorch
+    image_ops = ByTorch
 
 
 def _rotate(x: Tensor, rope: RopeTables, positions: Tensor) -> Tensor:

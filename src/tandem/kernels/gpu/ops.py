@@ -185,7 +185,7 @@ class GpuOps:
     def bound(self, shape: object, *weights: object) -> Any:
         return bound_by(("gpu",), self, shape, weights)
 
-    image_attention = ByTorch
+    image_ops = ByTorch
 
     def gated(self, x: Tensor, gate: Tensor | None, out: Tensor | None = None) -> Tensor:
         return mlp.gated(x, gate, out)

@@ -7,16 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tandem.kernels.images import PatchRotation
 from tandem.spec.vision import Processor, Tower
 
 THETA = 10000.0
-
-
-class PatchRotation(NamedTuple):
-    """cos, sin [patches, channels of a head]."""
-
-    cos: Tensor
-    sin: Tensor
 
 
 def patches_of(pixels: Tensor, p: Processor) -> Tensor:
@@ -78,9 +72,3 @@ def turns_of(order: Tensor, tower: Tower) -> PatchRotation:
     angles = (order[:, :, None].float() * speeds.to(order.device)).flatten(1).repeat(1, 2)
     return PatchRotation(angles.cos(), angles.sin())
 
-
-def turned(x: Tensor, turns: PatchRotation, rows: slice) -> Tensor:
-    """x [n, heads, channels] of these rows, turned in halves, in float32."""
-    wide, cos, sin = x.float(), turns.cos[rows, None], turns.sin[rows, None]
-    first, second = wide.chunk(2, -1)
-    return (wide * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)

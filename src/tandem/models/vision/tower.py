@@ -9,17 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.kernels.images import ImageAttention, ImageShape
+from tandem.kernels.images import ImageOps, ImageShape
 from tandem.kernels.ops import Linear
 from tandem.models.builder import Builder
 from tandem.models.draft_layer import TensorNames
 from tandem.models.vision.patches import (
-    PatchRotation,
     PixelNorm,
     order_of,
     patches_of,
     positions_of,
-    turned,
     turns_of,
 )
 from tandem.spec.model_config import ModelConfig
@@ -76,9 +74,9 @@ class VisionTower:
             x[rows] += self._patch(self._norm(patches[rows]).to(self.dtype))
             yield
         shape = ImageShape(len(patches), self.tower.heads, self.tower.hidden // self.tower.heads, tiles[0].stop)
-        attention, levels = self._ops.image_attention(shape, self.dtype), list[Tensor]()
+        ops, levels = self._ops.image_ops(shape, self.dtype, turns), list[Tensor]()
         for i, block in enumerate(self._blocks):
-            yield from block.run(x, turns, attention, tiles)
+            yield from block.run(x, ops, tiles)
             if i in self.tower.deep:
                 levels.append((yield from self._deep[len(levels)].run(x, tiles)))
         return torch.stack([(yield from self._merger.run(x, tiles)), *levels], 1)
@@ -97,6 +95,9 @@ class _TowerNorm:
     def __call__(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self._weight.shape, self._weight, self._bias, self._eps)
 
+    def by(self, ops: ImageOps, x: Tensor) -> Tensor:
+        return ops.layer_norm(x, self._weight, self._bias, self._eps)
+
 
 class _TowerBlock:
     """Attention of all patches of an image to all, and a feed-forward."""
@@ -110,20 +111,19 @@ class _TowerBlock:
         self._up = b.linear([f"{name}mlp.linear_fc1"], [width], hidden, bias=True)
         self._down = b.linear([f"{name}mlp.linear_fc2"], [hidden], width, bias=True)
 
-    def run(self, x: Tensor, turns: PatchRotation, attention: ImageAttention, tiles: list[slice]) -> Iterator[None]:
+    def run(self, x: Tensor, ops: ImageOps, tiles: list[slice]) -> Iterator[None]:
         """Changes x [patches, hidden]; stops after each tile of rows: before attention, in it, and behind it."""
-        parts = list[tuple[Tensor, Tensor, Tensor]]()
+        queries = list[Tensor]()
         for rows in tiles:
-            q, k, v = self._qkv(self._norms[0](x[rows])).unflatten(1, (3, self._heads, -1)).unbind(1)
-            parts.append((turned(q, turns, rows), turned(k, turns, rows), v))
+            qkv = self._qkv(self._norms[0].by(ops, x[rows]))
+            queries.append(ops.split(qkv.unflatten(1, (3, self._heads, -1)), rows))
             yield
-        attention.show(torch.cat([k for _, k, _ in parts]), torch.cat([v for _, _, v in parts]))
-        for rows, (q, _, _) in zip(tiles, parts, strict=True):
-            x[rows] += self._out(attention.attend(q))
+        for rows, q in zip(tiles, queries, strict=True):
+            x[rows] += self._out(ops.attend(q))
             yield
-        parts.clear()
+        queries.clear()
         for rows in tiles:
-            x[rows] += self._down(attention.gelu(self._up(self._norms[1](x[rows]))))
+            x[rows] += self._down(ops.gelu(self._up(self._norms[1].by(ops, x[rows]))))
             yield
 
 
