@@ -412,7 +412,7 @@ def test_experts_that_the_gpu_kernels_do_not_read_stay_on_the_cpu() -> None:
     assert reason(p, "GPU experts") == "the GPU kernels do not read q4_k, q6_k, so the CPU computes them"
     assert stored_on_gpu(Q4_K_M, kt_num_gpu_experts=0).gpu is not None
     converted = stored_on_gpu(Q4_K_M, kt_method="INT4").gpu
-    assert converted is not None and converted.experts == 30 * 32
+    assert converted is not None and converted.sizes.experts == 30 * 32
 
 
 def test_experts_with_zero_points_are_on_the_gpu_and_travel() -> None:

@@ -95,8 +95,8 @@ def _gpu_runner(make: Any, parts: EngineParts, states: list[tuple[Tensor, ...]])
     assert plan.gpu is not None
     graphs = GraphPlan(
         plan.gpu.graph_sizes, -(-plan.context_length // plan.page_size), plan.gpu.plain_graph_sizes,
-        drafting=plan.drafts,
-        windowed=plan.num_window_pages > 0, prompts=plan.gpu.sizes.prompt_sizes, no_decodes=parts.replays_without_decodes,
+        drafting=plan.drafts, windowed=plan.num_window_pages > 0, prompts=plan.gpu.sizes.prompt_sizes,
+        no_decodes=parts.replays_without_decodes,
         splits=parts.split_prompts, each_row=plan.deterministic, speculative=plan.draft_tokens > 0,
         reserved_sms=plan.gpu.reserved_sms, one_stream=parts.group is not None or bool(parts.stages),
         images_from=_images_from(parts),

@@ -66,7 +66,7 @@ class PlanRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class NumberTypes:
     """Types of numbers, and the kernels that compute with them, by the fields' names in `Plan`."""
 
     dtype: str
@@ -135,7 +135,7 @@ def one_plan(wish: PlanRequest, device: Device, tight: Tight) -> Plan:
     )
 
 
-def _numbers(config: EngineConfig, wish: PlanRequest, device: Device) -> tuple[Numbers, Decisions]:
+def _numbers(config: EngineConfig, wish: PlanRequest, device: Device) -> tuple[NumberTypes, Decisions]:
     """Raises ConfigError where flags for rounding and order stand against each other."""
     model, stored = wish.model, wish.stored
     dtype, about_dtype = _dtype(config, model, device)
@@ -149,7 +149,7 @@ def _numbers(config: EngineConfig, wish: PlanRequest, device: Device) -> tuple[N
         about_tier,
         *_last_bits(config, model, expert_format, tier),
     )
-    return Numbers(dtype, dense_codes, expert_format, tier), about
+    return NumberTypes(dtype, dense_codes, expert_format, tier), about
 
 
 def _with_tables(request: MemoryRequest) -> tuple[MemoryRequest, str, Decisions]:
@@ -164,7 +164,7 @@ def _with_tables(request: MemoryRequest) -> tuple[MemoryRequest, str, Decisions]
 def _ledgers(
     request: MemoryRequest,
     memory: MemoryPlan,
-    pages: Pages,
+    pages: PageCounts,
     device: Device,
     plan: GpuPlan | None,
     threads: ThreadPlan,
@@ -281,14 +281,14 @@ def running_sequences(config: EngineConfig, model: ModelConfig, dtype: str) -> t
     return DEFAULT_RUNNING_REQUESTS, "default; later requests wait"
 
 
-class Pages(NamedTuple):
-    """Numbers of pages. windows: of layers that see a window; 0: they keep all tokens."""
+class PageCounts(NamedTuple):
+    """NumberTypes of pages. windows: of layers that see a window; 0: they keep all tokens."""
 
     whole: int
     windows: int
 
 
-def _pages(request: MemoryRequest, memory: MemoryPlan) -> tuple[Pages, Decisions]:
+def _pages(request: MemoryRequest, memory: MemoryPlan) -> tuple[PageCounts, Decisions]:
     pages = -(-memory.kv_tokens // (page := request.page))
     size, windows = request.kv_bytes(pages * page), request.window_pages
     weights = f"{gib(memory.weight_bytes)} of the {gib(memory.budget_bytes)} that may be used"
@@ -299,9 +299,9 @@ def _pages(request: MemoryRequest, memory: MemoryPlan) -> tuple[Pages, Decisions
         Decision("KV cache", text, memory.kv_reason),
     )
     if not 0 < windows < pages:
-        return Pages(pages, 0), about
+        return PageCounts(pages, 0), about
     why = f"layers that see {request.model.state_layout(request.dtype).window} tokens keep no others"
-    return Pages(pages, windows), (*about, Decision("windows", f"{windows} pages", why))
+    return PageCounts(pages, windows), (*about, Decision("windows", f"{windows} pages", why))
 
 
 def _most_step_tokens(config: EngineConfig, model: ModelConfig, running: int, gpu: bool) -> int:
