@@ -40,6 +40,7 @@ from tandem.kernels.cpu_ops import CpuOps
 from tandem.machine.machine import Machine
 from tandem.models.batch import ForwardBatch
 from tandem.models.staged import StagedBuilder, StagedModel
+from tandem.planner.cuda_graphs import PROMPT_SIZES
 from tandem.planner.gpu_plan import StagePlan
 
 CONTEXT, STEPS = 1024, 20
@@ -134,7 +135,7 @@ def prompts(flags: argparse.Namespace, share: float) -> Iterator[dict[str, Any]]
     started, tokens = perf_counter(), flags.chunk * max(flags.chunks)
     request = hybrid.HybridFlags(
         flags.config, (flags.format,), (share,), (1,), flags.layers, tokens, STEPS, flags.repeats, None, "auto",
-        flags.dense, prompts=True,
+        flags.dense, prompts=(few := flags.chunk <= max(PROMPT_SIZES)), eager_prompts=not few,
     )  # fmt: skip
     one = hybrid.build(request, flags.format, share, chunked_prefill_size=flags.chunk)
     assert one.plan.max_step_tokens == flags.chunk, one.plan.max_step_tokens

@@ -84,7 +84,7 @@ HERE = BenchPlace()
 class HybridFlags:
     """The flags of a run; context: tokens that every sequence has; dense: what dense projections are stored as,
     of `stored.FORMATS`; foresight: with it, without, or both in turn; prompts: those that fit are graphs, as in the
-    server, and their tokens choose among all experts."""
+    server, and their tokens choose among all experts; eager_prompts: their tokens do, and none is a graph."""
 
     config: str
     formats: tuple[str, ...]
@@ -99,6 +99,7 @@ class HybridFlags:
     dense: str = "bf16"
     foresight: tuple[bool, ...] = (True,)
     prompts: bool = False
+    eager_prompts: bool = False
     place: BenchPlace = HERE
 
 
@@ -285,7 +286,8 @@ def build(
     store = SyntheticStore(side.store, side.handoff, empty, chosen, whole=placement is not None)
     usage = expert_usage(engine_config, plan, config, side.ops.device, side.placement.gpu_experts)
     usage = usage if counted else None
-    checkpoint: Any = SyntheticCheckpoint(request.dense, experts_of(fmt), FAR if request.prompts else 1.0)
+    embedded = FAR if request.prompts or request.eager_prompts else 1.0
+    checkpoint: Any = SyntheticCheckpoint(request.dense, experts_of(fmt), embedded)
     model = models.build(config, plan, checkpoint, side.ops, None, store, usage=usage)
     copies = registered(plan, side)
     moving = None if live is None or usage is None else live(plan, side, usage, copies)

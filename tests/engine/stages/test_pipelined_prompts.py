@@ -159,3 +159,16 @@ def test_only_a_prompt_that_is_alone_is_pipelined() -> None:
     assert tokens(3, pipelines=True) == 3 + 4 * MIN_TOKENS
     pace.observe(8 * 2048, 0.1)  # of pipelined chunks
     assert tokens(3, pipelines=True) == 3 + 4 * MIN_TOKENS
+
+
+@pytest.mark.parametrize("pages", [8, 30])
+def test_windows_have_as_many_chunks_as_pages(monkeypatch, tiny_models, given: list[int], pages: int) -> None:
+    """Layers with a window keep a page for each row of the step that runs; with few of them a step has fewer chunks."""
+    path, pool = tiny_models["gpt_oss"], _core.WorkerPool([-1, -1])
+    asks = [request(name, PROMPTS[name], max_tokens=6, ignore_eos=True) for name in ("a", "c")]
+    expected = [token_ids(*run(whole(path, pool), ask).values()) for ask in asks]
+    without_gpu(monkeypatch, [])
+    engine = pipelined(path, pool, num_window_pages=pages)
+    assert [token_ids(*run(engine, ask).values()) for ask in asks] == expected
+    assert CHUNK in given
+    check_pages(engine)
