@@ -71,8 +71,8 @@ struct RecurrentOps {
   }
 
   void channel_delta(const BatchView& batch, nb::handle mixed, nb::handle forget, nb::handle beta, nb::handle behind,
-                     nb::handle decay, nb::handle bias, nb::handle norm, nb::handle memory, nb::handle out, float eps,
-                     float floor) const {
+                     nb::handle decay, nb::handle bias, nb::handle norm, nb::handle kept_mixed, nb::handle kept_forget,
+                     nb::handle kept_beta, nb::handle memory, nb::handle out, float eps, float floor) const {
     const int64_t rows = batch.rows();
     expect(floor <= 0.0f, "channel_delta: decays' floor must be 0 or below");
     const TensorView rate = view_of(decay, "decay", {Element::f32}, {kAnySize});
@@ -84,11 +84,22 @@ struct RecurrentOps {
     const TensorView b = slots_of(beta, "beta", {f.element}, {rows, heads});
     const TensorView added = view_of(bias, "bias", {Element::f32}, {inner});
     const TensorView state = slots_of(memory, "memory", {Element::f32}, {kAnySize, heads, dim, dim});
+    const TensorView m = slots_of(kept_mixed, "kept_mixed", {Element::f32}, {state.shape[0], kAnySize, 3 * inner});
+    const TensorView kf = slots_of(kept_forget, "kept_forget", {f.element}, {state.shape[0], m.shape[1], inner});
+    const TensorView kb = slots_of(kept_beta, "kept_beta", {f.element}, {state.shape[0], m.shape[1], heads});
+    const int64_t size = f.type() == DType::bf16 ? 2 : 4;
+    const ChannelInputs inputs{static_cast<char*>(m.data),
+                               static_cast<char*>(kf.data),
+                               static_cast<char*>(kb.data),
+                               m.row_stride * 4,
+                               kf.row_stride * size,
+                               kb.row_stride * size,
+                               m.shape[1]};
     const TensorView y = like(f, out, "out", {rows, inner}, true);
     char* slots = static_cast<char*>(state.data);
     const ChannelCall call{
-        floats(in),           f.data,         b.data, g.data, floats(rate), floats(added), floats(n), y.data,  slots,
-        state.row_stride * 4, state.shape[0], heads,  dim,    b.row_stride, eps,           floor,     f.type()};
+        floats(in),           f.data,         b.data, g.data, floats(rate), floats(added), floats(n), y.data, slots,
+        state.row_stride * 4, state.shape[0], inputs, heads,  dim,          b.row_stride,  eps,       floor,  f.type()};
     if (Recording* recording = Recording::current()) recording->keep(nb::find(&batch));
     perform(*this, [this, &batch, call] { tandem::channel_delta(dense, batch, call); });
   }
@@ -130,8 +141,10 @@ void bind_recurrent(nb::module_& m) {
       .def("fold", &RecurrentOps::fold, nb::arg("batch"), nb::arg("corrects"), nb::arg("asked"), nb::arg("written"),
            nb::arg("values"), nb::arg("decay"), nb::arg("beta").none(), nb::arg("memory"), nb::arg("out"))
       .def("channel_delta", &RecurrentOps::channel_delta, nb::arg("batch"), nb::arg("mixed"), nb::arg("forget"),
-           nb::arg("beta"), nb::arg("behind"), nb::arg("decay"), nb::arg("bias"), nb::arg("norm"), nb::arg("memory"),
-           nb::arg("out"), nb::arg("eps"), nb::arg("floor"))
+           nb::arg("beta"), nb::arg("behind"), nb::arg("decay"), nb::arg("bias"), nb::arg("norm"),
+           nb::arg("kept_mixed"), nb::arg("kept_forget"), nb::arg("kept_beta"), nb::arg("memory"), nb::arg("out"),
+           nb::arg("eps"), nb::arg("floor"),
+           "kept: what rows of guesses were given, in each sequence's slot [places, ...].")
       .def("convolve", &RecurrentOps::convolve, nb::arg("batch"), nb::arg("rows"), nb::arg("weights"), nb::arg("bias"),
            nb::arg("gated"), nb::arg("ring"), nb::arg("out"))
       .def("state_space", &RecurrentOps::state_space, nb::arg("batch"), nb::arg("groups"), nb::arg("mixed"),

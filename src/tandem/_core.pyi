@@ -273,11 +273,18 @@ class RecurrentOps:
         decay: object,
         bias: object,
         norm: object,
+        kept_mixed: object,
+        kept_forget: object,
+        kept_beta: object,
         memory: object,
         out: object,
         eps: float,
         floor: float,
-    ) -> None: ...
+    ) -> None:
+        """
+        kept: what rows of guesses were given, in each sequence's slot [places, ...].
+        """
+
     def convolve(
         self,
         batch: BatchView,

@@ -391,7 +391,7 @@ def test_every_family_answers_the_same_bits(tiny_models, tmp_path: Path, variant
     ("variant", "acceptance"),
     [
         pytest.param(variant, share, marks=() if share == 0.5 or variant == "lfm2_moe" else pytest.mark.full)
-        for variant in ("deepseek_v4", "lfm2_moe", "qwen3_next")
+        for variant in ("deepseek_v4", "lfm2_moe", "qwen3_next", "kimi_linear", "glm5_next")
         for share in (0.0, 0.5, 1.0)
     ],
 )

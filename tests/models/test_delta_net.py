@@ -180,7 +180,9 @@ def test_a_slot_that_is_not_there_is_refused() -> None:
         delta(wide, narrow, batch([(SLOTS, 0, 1)]), states(SHAPE, torch.float32))
 
 
-@pytest.mark.parametrize("variant", ["qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "qwen4_exp"])
+@pytest.mark.parametrize("variant", [
+    "qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "qwen4_exp", "kimi_linear", "bailing_hybrid", "glm5_next",
+])
 @pytest.mark.parametrize("speculative", [False, True])
 def test_a_second_turn_gives_the_answer_of_a_server_without_a_cache(
     tiny_models, variant: str, speculative: bool

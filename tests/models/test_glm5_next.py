@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import Glm5NextConfig, Glm5NextForConditionalGeneration
 
 from gguf_files import rewritten, write_gguf
 from hub_copies import keys_of
+from mean_draft_models import mean_drafted
 from plans import machine, with_gpu
+from recorded_steps import tiny_engine
 from sessions import Session, ours, prompts, reference, worst
 from tandem import _core
 from tandem.architectures.load import config_from_dict, load_config
@@ -33,7 +36,7 @@ from tandem.planner.gpu_plan import scratch_bytes
 from tandem.planner.memory import MemoryRequest
 from tandem.planner.resolve import resolve
 from tandem.spec.layers import Block
-from tiny import BOS, EOS, VOCAB, save_tiny, save_tokenizer, settings
+from tiny import BOS, EOS, VOCAB, file_tensors, save_tiny, save_tokenizer, settings
 from tiny import VARIANTS as VARIANTS_OF_ALL
 
 VARIANTS = ["glm5_next", "glm5_next-pools"]
@@ -125,7 +128,9 @@ def test_text_beside_images(beside_images: Path) -> None:
 def test_images_and_drafts_are_named_and_left_out(beside_images: Path) -> None:
     plan = resolve(EngineConfig(model="m"), load_model_config(beside_images), machine())
     assert any("vision_config" in notice and "images" in notice for notice in plan.notices)
-    assert any("draft layers (MTP) are not loaded" in notice for notice in plan.notices)
+    assert any("a draft layer, which is not loaded" in notice for notice in plan.notices)
+    beside = resolve(EngineConfig(model="m"), load_model_config(beside_images), with_gpu())
+    assert not any("draft layer" in notice for notice in beside.notices), "it would be refused there"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -263,10 +268,43 @@ def test_pages_have_whole_pools(tiny_models) -> None:
     assert plan.page_size == 8 and any("--page-size 6 becomes 8" in notice for notice in plan.notices)
 
 
-def test_guesses_are_refused_by_name(tiny_models) -> None:
+@pytest.mark.parametrize("variant", ["glm5_next", "kimi_linear", "bailing_hybrid"])
+def test_beside_a_gpu_each_step_decodes_one_token(tiny_models, variant: str) -> None:
+    """A CPU computes rows of guesses."""
+    model, config = load_config(tiny_models[variant]), EngineConfig(model="m", speculative_algorithm="NGRAM")
+    plan, beside = (resolve(config, model, each) for each in (machine(), with_gpu()))
+    assert plan.draft_tokens == 7 and not any("changes nothing" in notice for notice in plan.notices)
+    assert beside.gpu is not None and beside.draft_tokens == 0
+    assert any("NGRAM changes nothing: beside a GPU delta nets" in notice for notice in beside.notices)
+
+
+def test_a_draft_layer_beside_a_gpu_is_refused_by_name(tiny_models, tmp_path: Path) -> None:
+    keys = keys_of(tiny_models["glm5_next"]) | {"num_nextn_predict_layers": 1}
     config = EngineConfig(model="m", speculative_algorithm="NEXTN")
-    plan = resolve(config, load_config(tiny_models["glm5_next"]), machine())
-    assert any("wrong guesses could not be taken back" in notice for notice in plan.notices)
+    assert resolve(config, config_from_dict(keys), machine()).draft_tokens == 3
+    with pytest.raises(ConfigError, match="NEXTN: beside a GPU delta nets .* take no guess back: leave it out"):
+        resolve(config, config_from_dict(keys), with_gpu())
+
+
+def test_a_draft_layer_with_streams_of_its_own_is_refused(tiny_models, tmp_path: Path) -> None:
+    """None is published; what they would do cannot be known."""
+    path = mean_drafted(tiny_models["glm5_next"], tmp_path / "m", 5).path
+    tensors = file_tensors(path)
+    tensors["model.layers.4.hc_attn_fn"] = tensors["model.layers.3.hc_attn_fn"].clone()
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"streams of its own \(model\.layers\.4\.attn_hc\.fn\)"):
+        tiny_engine(path, tmp_path, speculative_algorithm="NEXTN")
+    tiny_engine(path, tmp_path)  # without guesses it is left in its file
+
+
+def test_a_draft_layer_has_one_stream(tiny_models) -> None:
+    """As large as one of the model's sparse layers, but for its streams' weights, with a projection of two vectors."""
+    keys = keys_of(tiny_models["glm5_next"]) | {"num_nextn_predict_layers": 1}
+    model = config_from_dict(keys)
+    drafts = model.drafts
+    assert drafts is not None and drafts.mean and drafts.layer.hyper is None
+    assert [block.body for block in drafts.layer.blocks] == [block.body for block in model.layers[3].blocks]
+    assert config_from_dict(keys | {"num_nextn_predict_layers": 0}).drafts is None
 
 
 def test_published_in_fp8() -> None:

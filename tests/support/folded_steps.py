@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tandem import _core
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
+from tandem.mechanisms.channel_delta.torch import ChannelState
 from tandem.models import ForwardBatch
 from tandem.models.passing import ForwardState
 
@@ -30,3 +32,11 @@ def step_of(pieces: list[tuple[int, int, int]]) -> ForwardState:
         torch.arange(sum(rows)), torch.tensor([slot for slot, _, _ in pieces]).int(),
     )  # fmt: skip
     return ForwardState(batch, torch.empty(0))
+
+
+def channel_state(memory: Tensor, dtype: torch.dtype, places: int = 0) -> ChannelState:
+    """Memories [slots, H, D, D] of delta nets whose channels decay apart, with places for guesses that hold nothing."""
+    slots, heads, dim = memory.shape[:3]
+    mixed = torch.full((slots, places, 3 * heads * dim), torch.nan, dtype=memory.dtype, device=memory.device)
+    forget, beta = (mixed.new_full((slots, places, n), torch.nan).to(dtype) for n in (heads * dim, heads))
+    return ChannelState(mixed, forget, beta, memory)

@@ -15,6 +15,12 @@ constexpr float kUnitEps = 1e-6f;  // of the lengths of queries and keys
 
 int64_t bytes_of(DType type) { return type == DType::bf16 ? 2 : 4; }
 
+// What the memory learns of a token.
+struct Given {
+  const float* mixed;  // [3, heads, dim], from this head's query on
+  const char *forget, *beta;
+};
+
 // One sequence's rows through one head. What a token needs lies in caches: nothing is kept of whole prompts.
 class ChannelRun {
  public:
@@ -26,34 +32,75 @@ class ChannelRun {
         size_(bytes_of(call.type)),
         buffer_(size_t(4 * call.dim)) {
     memory_ = reinterpret_cast<float*>(call.memory + span.slot * call.memory_stride) + head * call.dim * call.dim;
-    if (span.known == 0) std::fill_n(memory_, call.dim * call.dim, 0.0f);
   }
 
-  void run() {
-    for (int64_t row = span_.first; row < span_.first + span_.count; ++row) token(row);
+  // folded: tokens that the memory holds; sure: the first rows, which are no guesses.
+  void run(int64_t folded, int64_t sure) {
+    const int64_t size = call_.dim * call_.dim;
+    if (folded == 0) std::fill_n(memory_, size, 0.0f);
+    for (int64_t t = folded - span_.known; t < 0; ++t) take_in(kept(t));
+    for (int64_t t = 0; t < sure; ++t) row(t);
+    if (sure == span_.count) return;
+    const std::vector<float> settled(memory_, memory_ + size);
+    for (int64_t t = sure; t < span_.count; ++t) {
+      row(t);
+      keep(t);
+    }
+    std::copy(settled.begin(), settled.end(), memory_);
   }
 
  private:
-  void token(int64_t row) {
-    const int64_t dim = call_.dim, at = (row * call_.heads + head_) * dim;
-    const float* q = call_.mixed + (3 * row * call_.heads + head_) * dim;
-    const float *k = q + call_.heads * dim, *v = k + call_.heads * dim;
-    float *asked = buffer_.data(), *written = asked + dim, *decay = written + dim, *seen = decay + dim;
+  void row(int64_t t) {
+    take_in(given(t));
+    const int64_t at = ((span_.first + t) * call_.heads + head_) * call_.dim;
+    kernels_.sigmoid_norm(answer(), of(call_.behind, at), call_.norm, static_cast<char*>(call_.out) + at * size_,
+                          call_.dim, call_.eps, call_.type);
+  }
+
+  void take_in(const Given& token) {
+    const int64_t dim = call_.dim;
+    const float *q = token.mixed, *k = q + call_.heads * dim, *v = k + call_.heads * dim;
+    float *asked = buffer_.data(), *written = asked + dim, *decay = written + dim;
     kernels_.to_unit(q, asked, dim, 1.0f / std::sqrt(float(dim)), kUnitEps);
     kernels_.to_unit(k, written, dim, 1.0f, kUnitEps);
-    kernels_.channel_decay(of(call_.forget, at), call_.bias + head_ * dim, call_.decay[head_], call_.floor, decay, dim,
+    kernels_.channel_decay(token.forget, call_.bias + head_ * dim, call_.decay[head_], call_.floor, decay, dim,
                            call_.type);
-    const FoldToken given{asked, written, v, decay, seen, beta(row), 1};
-    kernels_.fold_corrected(memory_, &given, dim, dim);
-    kernels_.sigmoid_norm(seen, of(call_.behind, at), call_.norm, static_cast<char*>(call_.out) + at * size_, dim,
-                          call_.eps, call_.type);
+    const FoldToken fold{asked, written, v, decay, answer(), beta(token.beta), 1};
+    kernels_.fold_corrected(memory_, &fold, dim, dim);
+  }
+
+  float* answer() { return buffer_.data() + 3 * call_.dim; }
+
+  // Row t of this step.
+  Given given(int64_t t) const {
+    const int64_t row = span_.first + t;
+    return {call_.mixed + (3 * row * call_.heads + head_) * call_.dim,
+            of(call_.forget, (row * call_.heads + head_) * call_.dim), of(call_.beta, row * call_.beta_stride + head_)};
+  }
+
+  // The place of token t of this step, or of one before it.
+  Given kept(int64_t t) const {
+    const ChannelInputs& in = call_.inputs;
+    const int64_t place = (span_.known + t) % in.places, at = place * call_.heads + head_;
+    const float* mixed = reinterpret_cast<const float*>(in.mixed + span_.slot * in.mixed_stride);
+    return {mixed + (3 * place * call_.heads + head_) * call_.dim,
+            in.forget + span_.slot * in.forget_stride + at * call_.dim * size_,
+            in.beta + span_.slot * in.beta_stride + at * size_};
+  }
+
+  void keep(int64_t t) {
+    const Given from = given(t), to = kept(t);
+    for (int64_t part = 0; part < 3; ++part)
+      std::copy_n(from.mixed + part * call_.heads * call_.dim, call_.dim,
+                  const_cast<float*>(to.mixed) + part * call_.heads * call_.dim);
+    std::memcpy(const_cast<char*>(to.forget), from.forget, size_t(call_.dim * size_));
+    std::memcpy(const_cast<char*>(to.beta), from.beta, size_t(size_));
   }
 
   const char* of(const void* rows, int64_t at) const { return static_cast<const char*>(rows) + at * size_; }
 
   // Rounded as torch's sigmoid of this type.
-  float beta(int64_t row) const {
-    const char* from = of(call_.beta, row * call_.beta_stride + head_);
+  float beta(const char* from) const {
     float x;
     if (call_.type == DType::f32) {
       std::memcpy(&x, from, 4);
@@ -76,9 +123,12 @@ class ChannelRun {
 
 void channel_delta(const DenseOps& dense, const BatchView& batch, const ChannelCall& call) {
   check_slots(batch, call.slots, "channel_delta");
-  check_sure(batch, "channel_delta");
+  check_places(batch, call.inputs.places, "channel_delta");
   dense.pool.for_each(batch.sequences() * call.heads, [&](int64_t task, const Worker&) {
-    ChannelRun(dense.kernels, Span(batch, task / call.heads), call, task % call.heads).run();
+    const size_t s = size_t(task / call.heads);
+    const Span span(batch, int64_t(s));
+    ChannelRun(dense.kernels, span, call, task % call.heads)
+        .run(batch.folded.empty() ? span.known : batch.folded[s], batch.sure.empty() ? span.count : batch.sure[s]);
   });
 }
 

@@ -5,6 +5,14 @@
 
 namespace tandem {
 
+// What memories may have to take in again: rows of guesses as they were given, that of the token at position p in place
+// p % places of its sequence's slot.
+struct ChannelInputs {
+  char *mixed, *forget, *beta;                       // [places, 3, heads, dim] float; of `type`, as in a call
+  int64_t mixed_stride, forget_stride, beta_stride;  // bytes from a slot to the next
+  int64_t places;
+};
+
 struct ChannelCall {
   const float* mixed;                  // [rows, 3, heads, dim]: queries, keys and values behind their convolution
   const void *forget, *beta, *behind;  // of `type`: [rows, heads, dim], [rows, heads], [rows, heads, dim]
@@ -12,12 +20,15 @@ struct ChannelCall {
   void* out;                           // [rows, heads, dim], of `type`
   char* memory;                        // of each slot [heads, dim, dim] float
   int64_t memory_stride, slots;        // bytes from a slot to the next
-  int64_t heads, dim, beta_stride;     // elements from a row of beta to the next
-  float eps, floor;                    // of the norm; of decays' logarithms, 0: they have none
+  ChannelInputs inputs;
+  int64_t heads, dim, beta_stride;  // elements from a row of beta to the next
+  float eps, floor;                 // of the norm; of decays' logarithms, 0: they have none
   DType type;
 };
 
-// From the convolution's result to the last projection; memories go on as in `fold`, which throws the same.
+// From the convolution's result to the last projection. A memory is what its sure rows made of it, as in `delta_rule`;
+// one of a sequence without tokens starts from zeros. Throws std::invalid_argument when the batch has no slots, or one
+// that is not there, or too few places for guesses.
 void channel_delta(const DenseOps& dense, const BatchView& batch, const ChannelCall& call);
 
 }  // namespace tandem

@@ -3,8 +3,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <stdexcept>
 #include <vector>
+
+#include "ops/recurrent/span.h"
 
 namespace tandem {
 namespace {
@@ -147,23 +148,11 @@ class HeadRun {
   std::vector<char> zeros_;
 };
 
-// A token's inputs and gates must be there as long as it may be taken back, with what its convolution reads.
-void check_places(const BatchView& batch, const DeltaShape& shape, int64_t places, size_t s) {
-  const int64_t rows = batch.query_starts[s + 1] - batch.query_starts[s];
-  const int64_t behind = batch.folded.empty() ? 0 : batch.seq_lens[s] - rows - batch.folded[s];
-  const int64_t guesses = batch.sure.empty() ? 0 : rows - batch.sure[s];
-  if (std::max(behind, guesses) + shape.conv_width - 1 > places)
-    throw std::invalid_argument("delta_rule: there are too few places for the inputs of guesses");
-}
-
 }  // namespace
 
 void delta_rule(const DenseOps& dense, const BatchView& batch, const DeltaShape& shape, const DeltaCall& call) {
-  if (int64_t(batch.slots.size()) != batch.sequences())
-    throw std::invalid_argument("delta_rule: the batch does not say which slots its sequences have");
-  for (int32_t slot : batch.slots)
-    if (slot < 0 || slot >= call.state.slots) throw std::invalid_argument("delta_rule: a slot is not there");
-  for (int64_t s = 0; s < batch.sequences(); ++s) check_places(batch, shape, call.state.places, size_t(s));
+  check_slots(batch, call.state.slots, "delta_rule");
+  check_places(batch, call.state.places, "delta_rule", shape.conv_width - 1);
   const int64_t tasks = batch.sequences() * shape.k_heads;
   dense.pool.for_each(tasks, [&](int64_t task, const Worker&) {
     HeadRun(dense, batch, shape, call, task / shape.k_heads, task % shape.k_heads).run();

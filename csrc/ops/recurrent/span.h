@@ -1,6 +1,7 @@
 // Sequences of a step in layers whose memory of a sequence has a constant size.
 #pragma once
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -18,6 +19,17 @@ inline void check_slots(const BatchView& batch, int64_t slots, const char* what)
 
 inline void check_sure(const BatchView& batch, const char* what) {
   if (!batch.folded.empty()) throw std::invalid_argument(std::string(what) + ": a memory cannot take guesses back");
+}
+
+// What a token was given must be there as long as it may be taken back. read: places that other tokens need then.
+inline void check_places(const BatchView& batch, int64_t places, const char* what, int64_t read = 0) {
+  for (size_t s = 0; s < size_t(batch.sequences()); ++s) {
+    const int64_t rows = batch.query_starts[s + 1] - batch.query_starts[s];
+    const int64_t behind = batch.folded.empty() ? 0 : batch.seq_lens[s] - rows - batch.folded[s];
+    const int64_t guesses = batch.sure.empty() ? 0 : rows - batch.sure[s];
+    if (std::max(behind, guesses) + read > places)
+      throw std::invalid_argument(std::string(what) + ": there are too few places for the inputs of guesses");
+  }
 }
 
 // Rows of a sequence in the step, and its tokens before.

@@ -36,7 +36,7 @@ class UnreadRows:
             slot, position = int(batch.slots[owner]), int(batch.positions[token])
             self._first[slot] = min(position, self._first.get(slot, position))
 
-    def taken(self, slot: int, end: int) -> bool:
+    def take(self, slot: int, end: int) -> bool:
         """Whether a token before position `end` of the sequence in this slot got no numbers since the last call."""
         return bool(self._first) and self._first.pop(slot, end) < end
 

@@ -18,7 +18,7 @@ from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder
 from tandem.models.layers import decoder_layer
 from tandem.models.passing import ForwardState, States
-from tandem.models.residual import OneStream, Residual, norm_channels, summed_up
+from tandem.models.residual import OneStream, Residual, mean_of, norm_channels, summed_up
 from tandem.planner.choices.speculation import DRAFT_ALGORITHMS, why_one_token
 from tandem.spec.drafts import window_of
 from tandem.spec.layers import ResidualStreams
@@ -36,6 +36,12 @@ class DraftLayer:
         self.last_norm, self.eps = b.norm(f"{at.norm}.weight", norm, norm_channels(b, hyper)), norm.eps
         self.join = _Together(b, at, norm) if hyper is None else _Apart(b, at, norm, hyper)
         self.layer = decoder_layer(b, len(config.layers), replace(names, layer=at.layer))
+        self._mean = config.drafter.mean
+        if self._mean and (stored := f"{at.layer}{names.streams[0]}.fn") in b.checkpoint:
+            raise CheckpointError(
+                f"{b.checkpoint.path_of(stored)}: the draft layer has streams of its own ({stored}), which are not "
+                "understood: leave --speculative-algorithm out"
+            )
         self.ending: Residual = OneStream(b.ops) if hyper is None else summed_up(b, hyper, at.streams)
         self._in_slots = window_of(config.drafter.states(config.hidden)) > 0
         self.ids: Tensor | None = None  # of the tokens that are guessed; None: all
@@ -66,7 +72,14 @@ class DraftLayer:
             return embedded[:0], p.residual.flatten(1)[:0]
         p = p.of(batch.logits_rows)
         x = self.ending.enter(p, self.last_norm, self.eps)
-        return x, hidden_rows(p, x)
+        return x, self.hidden_rows(p, x)
+
+    def hidden_rows(self, p: ForwardState, x: Tensor) -> Tensor:
+        """Rows that the layer takes of a pass that has ended: its normed rows x, or all its streams, one behind the
+        other, or their mean."""
+        if self._mean:
+            return p.residual if p.residual.dim() == 2 else mean_of(p.residual)
+        return x if p.residual.dim() == 2 else p.residual.flatten(1)
 
     def keep(self, hidden: Tensor, p: ForwardState, memory: Tensor) -> None:
         """Hidden rows of a pass, where the layer finds them later."""
@@ -141,12 +154,6 @@ class _Norms:
     def __call__(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         token, state = self._weights
         return self._ops.rms_norm(embedded, token, self._eps), self._ops.rms_norm(hidden, state, self._eps)
-
-
-def hidden_rows(p: ForwardState, x: Tensor) -> Tensor:
-    """Rows that a draft layer takes of a pass that has ended: its normed rows x, or all its streams, one behind the
-    other."""
-    return x if p.residual.dim() == 2 else p.residual.flatten(1)
 
 
 def draft_names(config: ModelConfig) -> DraftNames:

@@ -14,7 +14,7 @@ from tandem.kernels.ops import Linear, Ops, Recorded
 from tandem.models.batch import ForwardBatch, ImageRowBatch
 from tandem.models.builder import Builder
 from tandem.models.draft_block import DraftBlock
-from tandem.models.draft_layer import DraftLayer, head_name, hidden_rows
+from tandem.models.draft_layer import DraftLayer, head_name
 from tandem.models.foresight import operators
 from tandem.models.layers import DecoderLayer, decoder_layer
 from tandem.models.linear import GatheredLinear, sure_reads
@@ -101,7 +101,7 @@ class Model:
         if self._read is not None:
             self._read.keep(len(self.layers) - 1, p, states[-1][0])
         elif isinstance(self.drafter, DraftLayer):
-            self.drafter.keep(hidden_rows(p, x), p, states[-1][0])
+            self.drafter.keep(self.drafter.hidden_rows(p, x), p, states[-1][0])
         rows = p.batch.logits_rows
         return x if len(rows) == len(x) else x[rows]
 

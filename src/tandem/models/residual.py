@@ -78,6 +78,14 @@ def widened(embedded: Tensor, hyper: ResidualStreams | None) -> Tensor:
     return embedded[:, None].expand(-1, hyper.streams, -1).contiguous()
 
 
+def mean_of(streams: Tensor) -> Tensor:
+    """[T, n, hidden] → [T, hidden], of the same type. Bits do not depend on the number of rows."""
+    total = streams[:, 0].float()
+    for j in range(1, streams.shape[1]):
+        total = total + streams[:, j].float()
+    return (total / streams.shape[1]).to(streams.dtype)
+
+
 def scale_of(b: Builder, layer: int | None, names: Names) -> Tensor | None:
     """Factor of the residual where that layer ends, [1]; None: it has none."""
     if layer is None or layer < 0 or not layer_of(b.config, layer).scaled:

@@ -33,7 +33,8 @@ class Drafts:
     A norm of its own and the model's head follow. What that norm makes stands for the model's when it guesses on.
 
     Where the layer has several streams, all of the model's streams are taken instead, before that norm, each normed
-    once more. What they are after the layer stands for them then.
+    once more. What they are after the layer stands for them then. mean: the layer has one stream, and takes the mean of
+    the model's before that norm; what it leaves before its own norm stands for that then.
 
     Row p of its state is of the hidden state at p and of the token at p + 1; with a block of the hidden state alone.
     """
@@ -41,6 +42,7 @@ class Drafts:
     layer: Layer
     norm: Norm
     vocab: int = 0  # tokens that it can guess, of the model's; 0: all
+    mean: bool = False
     block: DraftBlockShape | None = None  # None: one token is guessed after the other
 
     @property

@@ -73,6 +73,7 @@ class WindowRing:
 
 
 State = Pages | Fold | WindowRing
+STEPS_AT_ONCE = 2  # whose rows a draft layer takes in together, in a graph
 LANES = 16  # torch computes what is left over of a vector in another way, so that bits would depend on the rows beside
 SLOT_ALIGNMENT = 256  # bytes: of every array in a slot
 KEY_BLOCK = 64  # tokens: kernels read keys from a multiple of it on, and mask those before a window

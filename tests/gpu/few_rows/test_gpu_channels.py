@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from folded_steps import channel_state
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
 from tandem.mechanisms.channel_delta.torch import ChannelGates, ChannelWeights, TorchChannelStateUpdates
 from tandem.models.batch import ForwardBatch
@@ -61,7 +62,7 @@ class Case:
         gates = ChannelGates(rows(self.forget), beta, rows(self.behind))
         weights = ChannelWeights(*(each.to(DEVICE) for each in self.weights[:3]), *self.weights[3:])
         found = GpuChannelStateUpdates().corrected(
-            rows(self.mixed), gates, step_of(parts, single), self.memory, weights
+            rows(self.mixed), gates, step_of(parts, single), channel_state(self.memory, beta.dtype), weights
         )
         return list(found.cpu().split([count for _, _, count in parts]))
 
@@ -70,7 +71,8 @@ class Case:
         weights = ChannelWeights(*(each.double() for each in self.weights[:3]), *self.weights[3:])
         gates = ChannelGates(*(each[slot, :length].double() for each in (self.forget, self.beta, self.behind)))
         step, memory = step_of([(1, 0, length)], device=torch.device("cpu")), torch.zeros(2, heads, dim, dim).double()
-        wanted = TorchChannelStateUpdates().corrected(self.mixed[slot, :length].double(), gates, step, memory, weights)
+        state = channel_state(memory, memory.dtype)
+        wanted = TorchChannelStateUpdates().corrected(self.mixed[slot, :length].double(), gates, step, state, weights)
         error = float((found.double() - wanted).norm() / wanted.norm())
         assert error <= self.tolerance, f"{error:.2e} of {self.tolerance:.2e}"
 

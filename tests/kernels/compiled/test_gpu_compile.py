@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from covering import one_of_each
+from folded_steps import channel_state
 from gpu import HAS_TRITON, INTERPRETED
 from kernel_cases import GGUF_BLOCKS, coded, gguf_codes
 from paged_batches import make_batch, random_tables
@@ -556,13 +557,13 @@ def test_delta_nets_whose_channels_decay_apart(card: Compiler, ops: GpuOps, mode
     """Rows that decode and chunks, each kernel once, whatever the numbers of rows and sequences; twice where copies of
     rows may follow."""
     heads, dim, floor = CHANNELS[model]
-    inner, memory = heads * dim, torch.zeros(20, heads, dim, dim)
+    inner, state = heads * dim, channel_state(torch.zeros(20, heads, dim, dim), torch.bfloat16)
     weights = ChannelWeights(*map(torch.zeros, (heads, inner, dim)), 1e-5, floor)
     for batch in batches():
         rows = len(batch.positions)
         gates, beta = torch.zeros(rows, inner).bfloat16(), torch.zeros(rows, 8 + heads).bfloat16()[:, 8:]
         mixed, step = torch.zeros(rows, 3 * inner), ForwardState(batch, torch.empty(0))
-        GpuChannelStateUpdates().corrected(mixed, ChannelGates(gates, beta, gates), step, memory, weights)
+        GpuChannelStateUpdates().corrected(mixed, ChannelGates(gates, beta, gates), step, state, weights)
     counts = {name: len(variants) for name, variants in card.variants.items()}
     in_chunks = dict.fromkeys(("within_blocks", "across_blocks", "_solve", "_carry", "_read"), 1)
     assert counts == {"_keyed": 1, "_fold": 1, "_normed": 2, **in_chunks}

@@ -20,6 +20,7 @@ from transformers.modeling_layers import MtpModel
 from drawn_chains import DrawnChains
 from gated_draft_models import GatedDrafted, gated_drafted
 from kernel_cases import INVARIANT_TIER
+from mean_draft_models import MeanDrafted, mean_drafted
 from recorded_steps import tiny_engine
 from stream_draft_models import StreamDrafted, stream_drafted
 from tandem.engine.engine import Engine
@@ -27,7 +28,7 @@ from tiny import file_tensors
 
 FAMILIES = (
     "glm4_moe", "glm4_moe-plain", "deepseek_v3", "deepseek_v3-plain", "glm4_moe_lite", "deepseek_v32", "qwen3_next",
-    "qwen3_5_moe_text", "deepseek_v4", "deepseek_v4-every", "qwen4_exp",
+    "qwen3_5_moe_text", "deepseek_v4", "deepseek_v4-every", "qwen4_exp", "glm5_next", "glm5_next-pools",
 )  # fmt: skip
 PROMPTS = {"a": [7, 8, 9, 7, 8], "b": [40] * 20, "c": list(range(60, 99))}
 QWEN = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
@@ -77,9 +78,9 @@ def _run(layer: MtpModel, hidden: Tensor, positions: Tensor, cache: MtpCache, id
 
 def drafted(
     source: Path, path: Path, *, seed: int = 5, taught: Rows[list[int]] = ()
-) -> Drafted | StreamDrafted | GatedDrafted:
+) -> Drafted | StreamDrafted | GatedDrafted | MeanDrafted:
     """`source` with a draft layer, as `path`. taught: texts that it has learnt, so that it guesses them right."""
-    own = {"deepseek_v4": stream_drafted, "qwen4_exp_text": gated_drafted}
+    own = {"deepseek_v4": stream_drafted, "qwen4_exp_text": gated_drafted, "glm5_next_text": mean_drafted}
     if (make := own.get(json.loads((source / "config.json").read_text())["model_type"])) is not None:
         return make(source, path, seed)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager").eval()

@@ -1,11 +1,13 @@
 """GLM-5.3-Flash: Kimi-Linear's delta nets with a floor, and latent attention that does not turn and looks at pools of
 tokens that an indexer chooses; several streams, whose mean is taken in the end; all activations clamped.
 
-Only its text. Its draft layer is not run: delta nets cannot take guesses back.
+Only its text. Its draft layer has one stream, and takes the mean of the model's: no published file has other tensors,
+and no published guesses have been compared. What is guessed is verified.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tandem.architectures.deepseek import gguf_config as deepseek_gguf
@@ -30,6 +32,7 @@ from tandem.architectures.shared import (
     positive,
     sigmoid_router,
     text_part,
+    with_drafts,
 )
 from tandem.errors import ConfigError
 from tandem.mechanisms.channel_delta.shape import ChannelDelta
@@ -75,7 +78,16 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     layers = tuple(
         pre_norm(mixer, experts if i in sparse else dense, norm, hyper) for i, mixer in enumerate(_mixers(keys))
     )
-    return assembled(keys, generation, layers, norm)
+    return _with_draft(keys, assembled(keys, generation, layers, norm))
+
+
+def _with_draft(keys: JsonKeys, base: ModelConfig) -> ModelConfig:
+    drafted = with_drafts(keys, base)
+    if drafted.drafts is None:
+        return drafted
+    blocks = tuple(replace(block, hyper=None) for block in drafted.drafts.layer.blocks)
+    layer = replace(drafted.drafts.layer, blocks=blocks)
+    return replace(drafted, drafts=replace(drafted.drafts, layer=layer, mean=True))
 
 
 def _as_transformers(keys: JsonKeys) -> JsonKeys:

@@ -64,7 +64,7 @@ def rows_ahead_of(parts: EngineParts) -> RowsAhead:
 def unread(turn: SequenceOutput) -> str:
     """Asked once a step, before the sequence goes on: why rows of one of its tokens could not be read, or nothing."""
     sequence = turn.sequence
-    if turn.tokens or not unread_rows.taken(sequence.slot, sequence.computed_len + turn.chunk.num_verified):
+    if turn.tokens or not unread_rows.take(sequence.slot, sequence.computed_len + turn.chunk.num_verified):
         return ""
     return unread_rows.last
 
@@ -73,7 +73,7 @@ def admission(other: Admitted | None) -> Admitted:
     """Hook of a sequence's admission: what was unread belongs to the one that had its slot before. other: another."""
 
     def admitted(sequence: Sequence) -> None:
-        unread_rows.taken(sequence.slot, 0)
+        unread_rows.take(sequence.slot, 0)
         if other is not None:
             other(sequence)
 

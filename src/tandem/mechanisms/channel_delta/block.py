@@ -10,7 +10,12 @@ from torch import Tensor
 from tandem.architectures.names import Names
 from tandem.kernels.ops import SureRead
 from tandem.mechanisms.channel_delta.shape import ChannelDelta
-from tandem.mechanisms.channel_delta.torch import ChannelGates, ChannelStateUpdates, ChannelWeights
+from tandem.mechanisms.channel_delta.torch import (
+    ChannelGates,
+    ChannelState,
+    ChannelStateUpdates,
+    ChannelWeights,
+)
 from tandem.mechanisms.recurrence.torch import taps_of
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
@@ -48,9 +53,9 @@ class ChannelDeltaNet:
         return [*sure_reads(self.qkv), *self.gates.reads(), *sure_reads(self.out)]
 
     def __call__(self, x: Tensor, p: ForwardState, states: States) -> Tensor:
-        ((ring,), (memory,)) = states
+        (ring,), memory = states
         mixed = self.folds.convolved(self.qkv(x), p, ring, self.taps)
-        return self.out(self.folds.corrected(mixed, self.gates(x), p, memory, self.weights))
+        return self.out(self.folds.corrected(mixed, self.gates(x), p, ChannelState(*memory), self.weights))
 
 
 class _LowRank:

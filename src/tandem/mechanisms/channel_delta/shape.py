@@ -44,4 +44,6 @@ class ChannelDelta:
 
     def states(self) -> tuple[State, ...]:
         memory = Array("memory", (self.heads, self.dim, self.dim), "float32")
-        return (WindowRing(Array("inputs", (3 * self.inner,)), self.taps), Fold((memory,)))
+        mixed, forget = Array("mixed", (3 * self.inner,), "float32"), Array("forget", (self.inner,))
+        inputs = mixed, forget, Array("beta", (self.heads,))
+        return (WindowRing(Array("inputs", (3 * self.inner,)), self.taps), Fold((memory,), inputs))

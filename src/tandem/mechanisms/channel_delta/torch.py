@@ -11,7 +11,7 @@ from torch import Tensor
 from tandem.kernels.step_rows import StepContext
 from tandem.mechanisms.delta_net.torch import UNIT_EPS
 from tandem.mechanisms.recurrence.tokens import RecurrentTokens
-from tandem.mechanisms.recurrence.torch import StateUpdates, TorchStateUpdates
+from tandem.mechanisms.recurrence.torch import StateUpdates, TorchStateUpdates, corrected_row
 
 
 class ChannelGates(NamedTuple):
@@ -33,14 +33,27 @@ class ChannelWeights(NamedTuple):
     floor: float = 0.0
 
 
+class ChannelState(NamedTuple):
+    """State of each sequence, in its slot. Rows of guesses as they were given; that of the token at position p lies in
+    place p % places. There are no places where nothing is guessed."""
+
+    mixed: Tensor  # float32 [slots, places, 3 * H * D]
+    forget: Tensor  # [slots, places, H * D], of the gates' type
+    beta: Tensor  # [slots, places, H], likewise
+    memory: Tensor  # float32 [slots, H, D, D]
+
+
 class ChannelStateUpdates(StateUpdates, Protocol):
     """`StateUpdates` of delta nets whose channels decay apart."""
 
     def corrected(
-        self, mixed: Tensor, gates: ChannelGates, step: StepContext, memory: Tensor, weights: ChannelWeights
+        self, mixed: Tensor, gates: ChannelGates, step: StepContext, state: ChannelState, weights: ChannelWeights
     ) -> Tensor:
-        """[T, H * D], of the gates' type: from the convolution's result [T, 3 * H * D] to the last projection. memory
-        as in `folded`."""
+        """[T, H * D], of the gates' type: from the convolution's result [T, 3 * H * D] to the last projection.
+
+        The memory takes in what is sure: tokens since `batch.state_lens` from their places, then `batch.num_verified`
+        rows of this step. Guesses behind them see each other, and leave only what they were given.
+        """
         ...
 
 
@@ -48,10 +61,41 @@ class TorchChannelStateUpdates(TorchStateUpdates):
     """`ChannelStateUpdates` in plain torch."""
 
     def corrected(
-        self, mixed: Tensor, gates: ChannelGates, step: StepContext, memory: Tensor, weights: ChannelWeights
+        self, mixed: Tensor, gates: ChannelGates, step: StepContext, state: ChannelState, weights: ChannelWeights
     ) -> Tensor:
-        answers = self.folded(channel_tokens(mixed, gates, weights), step, memory)
+        if step.batch.state_lens is None and step.batch.num_verified is None:
+            answers = self.folded(channel_tokens(mixed, gates, weights), step, state.memory)
+        else:
+            sequences = range(len(step.rows.slots))
+            answers = torch.cat([_guessed(mixed, gates, step, state, weights, s) for s in sequences])
         return channel_result(answers, gates.behind, weights)
+
+
+def _guessed(
+    mixed: Tensor, gates: ChannelGates, step: StepContext, state: ChannelState, weights: ChannelWeights, index: int
+) -> Tensor:
+    """Answers of one sequence's rows [n, H, D], of which the last may be guesses."""
+    batch, rows = step.batch, step.rows
+    own = ChannelState(*(each[rows.slots[index]] for each in state))
+    begin, known = int(rows.begins[index]), int(rows.first[index])
+    count = int(rows.last[index]) + 1 - known
+    folded = known if batch.state_lens is None else int(batch.state_lens[index])
+    settled = count if batch.num_verified is None else int(batch.num_verified[index])
+    new = [part[begin : begin + count] for part in (mixed, gates.forget, gates.beta)]
+    if folded == 0:
+        own.memory.zero_()
+    again = (known - torch.arange(known - folded, 0, -1)) % max(1, own.mixed.shape[0])
+    parts = [torch.cat((memory[again].to(part.dtype), part)) for memory, part in zip(own[:3], new, strict=True)]
+    tokens = channel_tokens(parts[0], ChannelGates(parts[1], parts[2], parts[1]), weights)
+    settled_rows, guessing, answers = len(again) + settled, own.memory.clone(), list[Tensor]()
+    for row in range(len(again) + count):
+        if row == settled_rows:
+            guessing.copy_(own.memory)
+        answers.append(corrected_row(tokens, row, own.memory if row < settled_rows else guessing))
+    places = (known + torch.arange(settled, count)) % max(1, own.mixed.shape[0])
+    for memory, part in zip(own[:3], new, strict=True):
+        memory[places] = part[settled:].to(memory.dtype)
+    return torch.stack(answers[len(again) :])
 
 
 def channel_tokens(mixed: Tensor, gates: ChannelGates, weights: ChannelWeights) -> RecurrentTokens:

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from tandem.errors import ConfigError
 from tandem.spec.norm import Norm
 from tandem.spec.rope import Rope
-from tandem.spec.state import Array, Pages, State, WindowRing
-
-STEPS_AT_ONCE = 2  # whose rows a draft layer takes in together, in a graph
+from tandem.spec.state import STEPS_AT_ONCE, Array, Pages, State, WindowRing
 
 
 @dataclass(frozen=True, slots=True)

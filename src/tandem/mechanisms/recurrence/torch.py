@@ -86,13 +86,13 @@ def _sequence(whole: RecurrentTokens, rows: StepRows, index: int, memory: Tensor
     if known == 0:
         own.zero_()
     if whole.beta is not None:
-        return torch.stack([_corrected(whole, row, own) for row in range(begin, end)])
+        return torch.stack([corrected_row(whole, row, own) for row in range(begin, end)])
     pieces = (slice(at, min(at + CHUNK, end)) for at in range(begin, end, CHUNK))
     return torch.cat([_added(whole, piece, own) for piece in pieces])
 
 
-def _corrected(whole: RecurrentTokens, row: int, memory: Tensor) -> Tensor:
-    """memory [H, K, V]: before and behind the row."""
+def corrected_row(whole: RecurrentTokens, row: int, memory: Tensor) -> Tensor:
+    """The memory's answer to one row, [H, V]. memory [H, K, V]: before and behind the row."""
     assert whole.beta is not None
     memory *= whole.decay[row].exp()[..., None]
     written, query = whole.written[row][..., None], whole.queries[row][..., None]

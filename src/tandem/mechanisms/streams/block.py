@@ -14,7 +14,7 @@ from tandem.mechanisms.streams.shape import Hyper
 from tandem.mechanisms.streams.torch import HyperStreams, HyperWeights, RowNorm, StreamMix, StreamResult
 from tandem.models.builder import Builder
 from tandem.models.passing import ForwardState
-from tandem.models.residual import add_pending
+from tandem.models.residual import add_pending, mean_of
 from tandem.spec.state import LANES
 
 
@@ -52,10 +52,7 @@ class MeanOfStreams:
         return self.peek(p.residual, norm, eps)
 
     def peek(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
-        total = residual[:, 0].float()
-        for j in range(1, residual.shape[1]):  # bits must not depend on the number of rows
-            total = total + residual[:, j].float()
-        return self.ops.rms_norm((total / residual.shape[1]).to(residual.dtype), norm, eps)
+        return self.ops.rms_norm(mean_of(residual), norm, eps)
 
 
 def residual(b: Builder, hyper: Hyper, name: str) -> MixedStreams:

@@ -84,16 +84,16 @@ def close_pools(raw_keys: Tensor, rows: StepRows, cache: PooledKeys, shape: Inde
     dim, pool, wide = shape.dim, shape.pool, weights.norm.dtype
     normed = F.layer_norm(raw_keys[:, :dim].to(wide), (dim,), weights.norm, weights.bias, shape.eps)
     new = torch.cat((normed.to(raw_keys.dtype), raw_keys[:, dim:]), 1)
+    known, at = rows.taken_in(cache.ring, new, pool)
     closing = rows.once(("closing", pool), lambda: ((rows.positions + 1) % pool == 0).nonzero().flatten())
     if len(closing):
-        tokens = rows.joined(cache.ring, new)[rows.keys_of(cache.ring.shape[1], pool).flip(1)[closing]]
+        tokens = known[at.flip(1)[closing]]
         keys, gates = tokens.split(dim, -1)
         shares = _shares(gates.to(wide) + weights.places).to(raw_keys.dtype).to(wide)
         total = shares[:, 0] * keys[:, 0].to(wide)
         for i in range(1, pool):  # one after the other: bits must not depend on how many close together
             total += shares[:, i] * keys[:, i].to(wide)
         cache.keys.flatten(0, 1)[rows.cache_slots[closing] // pool] = total[:, None].to(cache.keys.dtype)
-    rows.keep(cache.ring, new)
 
 
 def _shares(gates: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tandem.errors import ConfigError
 from tandem.spec.rope import Rope
-from tandem.spec.state import Array, Pages, State, WindowRing
+from tandem.spec.state import STEPS_AT_ONCE, Array, Pages, State, WindowRing
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,4 +47,4 @@ class Index:
     def states(self) -> tuple[State, ...]:
         """States of pooled keys: those of an open pool's tokens, then the keys."""
         key = Array("index", (1, self.dim))
-        return WindowRing(Array("pool", (2 * self.dim,)), self.pool), Pages((key,), self.pool)
+        return WindowRing(Array("pool", (2 * self.dim,)), self.pool, STEPS_AT_ONCE), Pages((key,), self.pool)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tandem.kernels.step_rows import StepContext
 from tandem.mechanisms.channel_delta.gpu.channels import keyed, normed
-from tandem.mechanisms.channel_delta.torch import ChannelGates, ChannelWeights
+from tandem.mechanisms.channel_delta.torch import ChannelGates, ChannelState, ChannelWeights
 from tandem.mechanisms.recurrence.gpu.folds import GpuStateUpdates, answered, is_alone
 
 
@@ -14,9 +14,9 @@ class GpuChannelStateUpdates(GpuStateUpdates):
     """`ChannelStateUpdates`."""
 
     def corrected(
-        self, mixed: Tensor, gates: ChannelGates, step: StepContext, memory: Tensor, weights: ChannelWeights
+        self, mixed: Tensor, gates: ChannelGates, step: StepContext, state: ChannelState, weights: ChannelWeights
     ) -> Tensor:
-        answers = answered(keyed(mixed, gates, weights), step.batch, memory)
+        answers = answered(keyed(mixed, gates, weights), step.batch, state.memory)
         return normed(answers, gates.behind, step.rows.copied if is_alone(step.batch, answers) else None, weights)
 
 
