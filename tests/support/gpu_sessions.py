@@ -77,7 +77,7 @@ class Restless(LivePolicy):
     def interval_steps(self) -> int:
         return 1  # resting, too
 
-    def wanted(self) -> list[Exchange]:
+    def next_exchanges(self) -> list[Exchange]:
         self.turn += 1
         found = []
         for layer, slots in enumerate(self.slot_of):
