@@ -101,13 +101,13 @@ def test_the_best_logit_among_those_that_a_mask_allows(rows: int, vocab: int) ->
     here.send(masks)
     there.send(masks)
     there.make(lambda: None)
-    assert torch.equal(best.best_of(place, there.there).cpu(), best_of(logits, here))
+    assert torch.equal(best.best_of(place, there.device_addresses).cpu(), best_of(logits, here))
     there.send(none := [new_mask(bits.shape[1]) for _ in range(rows)])
     there.make(lambda: None)
-    assert best.best_of(place, there.there)[:, 1].isneginf().all()
+    assert best.best_of(place, there.device_addresses)[:, 1].isneginf().all()
     for row, mask in enumerate(none):  # an answer goes on: the same memory, another token
         mask[0] = 1 << row
-    assert best.best_of(place, there.there)[:, 0].tolist() == list(range(rows))
+    assert best.best_of(place, there.device_addresses)[:, 0].tolist() == list(range(rows))
 
 
 @pytest.mark.parametrize("rows", [1, 16])
@@ -117,12 +117,12 @@ def test_the_best_logit_waits_for_masks_that_are_made_meanwhile(rows: int) -> No
         -(-9000 // 32),
     )
     masks, there = [new_mask(words) for _ in range(rows)], GraphMasks(rows, torch.device(DEVICE))
-    best.best_of(logits, there.there)  # compiles, and waits for nobody
+    best.best_of(logits, there.device_addresses)  # compiles, and waits for nobody
     torch.cuda.synchronize()
     ended = torch.cuda.Event()
     for step in range(3):  # the same masks in the same memory
         there.send(masks)
-        found = best.best_of(logits, there.there)
+        found = best.best_of(logits, there.device_addresses)
         ended.record()
         time.sleep(0.02)
         assert not ended.query()
@@ -141,7 +141,7 @@ def test_the_best_logit_of_free_rows_waits_for_nobody() -> None:
     there.send([None, new_mask(-(-9000 // 32)), None])
     there.make(lambda: None)
     there.send([None, None, None])
-    assert best.best_of(logits, there.there)[:, 0].tolist() == logits.argmax(1).tolist()
+    assert best.best_of(logits, there.device_addresses)[:, 0].tolist() == logits.argmax(1).tolist()
 
 
 @pytest.mark.parametrize("shape", [(1, 2048), (3, 100)])

@@ -362,7 +362,7 @@ def refusals() -> dict[str, tuple[object, str]]:
         ),
         "numbers among codes": (
             lambda: layer.load(1, *numbers),
-            "expert 1: gate and up are int8 in groups of 32 with bf16 scales.*holds fp8 in groups of 128",
+            "expert 1: gate is int8 in groups of 32 with bf16 scales.*holds fp8 in groups of 128",
         ),
         "up's format": (
             lambda: layer.load(0, fp8, fp4, down),

@@ -101,7 +101,10 @@ def restless(side: GpuSide, usage: ExpertUsage) -> LiveExperts:
     copies = CudaCopies(side.ops.device)
     usage.copy = copies.in_order
     hold_all([layer.cpu for layer in layers if layer], copies)
-    exchange = LiveExchange(layers, side.store.tables, copies, 1 << 30, between_answers=side.handoff.between_answers)
+    exchange = LiveExchange(
+        layers, side.store.tables, copies, 1 << 30, between_answers=side.handoff.between_answers,
+        tail_seconds=1.0,  # whatever else the machine does: a batch ends after its step
+    )  # fmt: skip
     return LiveExperts(policy, exchange, usage)
 
 
@@ -125,7 +128,7 @@ class Session:
         moving: bool = False,
         fmt: str = "bf16",
         foresight: bool = True,
-        late: int = 0,
+        deferred: int = 0,
         prompts: tuple[int, ...] = (),
         reserved_sms: int = 0,
         meeting: Meeting | None = None,
@@ -139,7 +142,7 @@ class Session:
         config = config if meeting is None else cut(config, RankShard(meeting.rank, meeting.ranks))
         experts = config.routed_experts
         made = replace(plan(share, graphs, experts, patience, moving, foresight), expert_format=fmt)
-        made = replace(made, gpu=replace(made.gpu, deferred=late, uuid=gpu_of(meeting)))
+        made = replace(made, gpu=replace(made.gpu, deferred=deferred, uuid=gpu_of(meeting)))
         self.pool = _core.WorkerPool([-1, -1])
         self.side = gpu_side(made, config, CpuOps(self.pool, made.tier))
         self.group = None if meeting is None else gpu_group(meeting, self.side.ops.device)

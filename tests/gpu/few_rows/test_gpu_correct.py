@@ -85,7 +85,7 @@ def run(tokens: RecurrentTokens, parts: list[Part], memory: Tensor, single: int 
 
 def check(tokens: RecurrentTokens, slot: int, found: Tensor, memory: Tensor) -> None:
     wanted, behind = exact(tokens, slot)
-    terms = tokens.asked.shape[-1] + CHUNK
+    terms = tokens.queries.shape[-1] + CHUNK
     tolerance = terms * 2.0**-24 + (0 if INTERPRETED else 3 * 2.0**-20)
     for got, right in ((found, wanted), (memory, behind)):
         error = (got.double() - right).norm() / right.norm()
@@ -146,7 +146,7 @@ def test_equal_keys_that_are_all_learnt_do_not_blow_up(log: float) -> None:
 
 def test_rows_without_a_key_learn_nothing() -> None:
     tokens, memory = tokens_of(AWKWARD, 70, 1.0), torch.zeros(SLOTS, 4, 12, 21, device=DEVICE)
-    tokens.written[:, 5:60], tokens.asked[:, ::3] = 0.0, 0.0
+    tokens.written[:, 5:60], tokens.queries[:, ::3] = 0.0, 0.0
     rows = run(tokens, [(2, 0, 70)], memory)[0]
     check(tokens, 2, rows, memory[2].cpu())
     assert rows[::3].eq(0).all()

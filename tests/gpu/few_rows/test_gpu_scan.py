@@ -77,7 +77,7 @@ def check(tokens: RecurrentTokens, slot: int, found: Tensor, memory: Tensor) -> 
     whole = RecurrentTokens(*(part.abs() for part in tokens[:3]), tokens.decay)
     size, held = exact(whole, slot)
     log = max(part.abs().sum(0).max().item() for part in tokens.decay[slot].split(CHUNK))
-    terms = tokens.asked.shape[-1] + CHUNK + length / CHUNK
+    terms = tokens.queries.shape[-1] + CHUNK + length / CHUNK
     tolerance = (terms + 8 * log) * 2.0**-24 + (0 if INTERPRETED else 3 * 2.0**-20)
     assert ((found - wanted).abs() <= tolerance * size).all()
     assert ((memory - behind).abs() <= tolerance * held).all()
