@@ -177,7 +177,7 @@ def test_what_a_plan_counts_is_taken(ops: GpuOps, many: None) -> None:
     layer.check(*routed(40, 256, anyone))
     prompts = layer.there.prompts
     assert prompts is not None and prompts.at_once == COUNT
-    taken = 0 if prompts._made is None else prompts._made.nbytes  # codes need none
+    taken = 0 if prompts._scratch is None else prompts._scratch.nbytes  # codes need none
     assert taken in (0, expert_scratch_bytes(products._memory(DEVICE), COUNT, 256, 256))
 
 
