@@ -74,6 +74,27 @@ def test_a_question_about_another_machine() -> None:
     assert shown.exit_code == 0 and "It fits." in shown.stdout
 
 
+def test_what_would_make_it_fit_comes_before_the_tables() -> None:
+    shown = kt("plan", "--config", "glm-4.5-air", "--gpu", "4090", "--ram", "128GB", "--isa", "avx512_bf16").stdout
+    parts = "It does not run there", "To make it fit", "--kt-method INT4: fits", "VRAM"
+    places = [shown.index(part) for part in parts]
+    assert places == sorted(places)
+
+
+def test_a_plan_reads_without_knowing_the_program() -> None:
+    """For a laptop with a small GPU: the context is in the first lines, a default is called one, no key is unknown."""
+    machine = "--gpu 8GB@250GB/s --ram 32GB --bandwidth 60GB/s --pcie 12GB/s --cpu 8 --isa avx2".split()
+    shown = kt("plan", "--config", "qwen3.5-35b-a3b", *machine, "--kt-method", "INT4").stdout
+    first = shown.splitlines()[1]
+    assert first.startswith("It fits.") and " of a prompt. Context: 1" in first
+    for part in ("default: as many of each layer", "less GPU memory is left to other programs", "at best"):
+        assert part in shown.replace("\n", " ")
+    assert "not understood" not in shown
+    asked = kt("plan", "--config", "qwen3.5-35b-a3b", *machine, "--kt-method", "INT4",
+               "--kt-expert-placement-strategy", "uniform").stdout  # fmt: skip
+    assert "default: as many" not in asked
+
+
 @pytest.mark.parametrize(
     ("model", "hint"),
     [

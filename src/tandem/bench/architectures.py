@@ -25,6 +25,10 @@ def _qwen3(
     }  # fmt: skip
 
 
+def _without(config: dict[str, object], key: str) -> dict[str, object]:
+    return {name: value for name, value in config.items() if name != key}
+
+
 def _glm(
     hidden: int,
     layers: int,
@@ -129,7 +133,7 @@ CONFIGS = {
         "linear_num_value_heads": 32, "linear_value_head_dim": 128, "shared_expert_intermediate_size": 512,
         "intermediate_size": 5120, "max_position_embeddings": 262144, "rope_theta": 1e7,
     },
-    "qwen3.5-35b-a3b": _qwen3(2048, 40, 16, 2, 256, 8, 512) | {
+    "qwen3.5-35b-a3b": _without(_qwen3(2048, 40, 16, 2, 256, 8, 512), "norm_topk_prob") | {
         "model_type": "qwen3_5_moe_text", "head_dim": 256, "full_attention_interval": 4, "linear_conv_kernel_dim": 4,
         "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
         "linear_value_head_dim": 128, "shared_expert_intermediate_size": 512, "max_position_embeddings": 262144,

@@ -28,10 +28,11 @@ def show(report: Report, measured: Mapping[str, float] | None = None) -> None:
     _say(console, f"{report.model} with {report.machine}", "dim")
     idle = "" if report.plan is None else report.plan.idle
     _say(console, _headline(report, idle), "bold red" if not report.fits else "bold yellow" if idle else "bold green")
-    if report.assumed:
-        _say(console, report.assumed, "dim")
     for reason in report.reasons:
         _say(console, f"  * {reason}")
+    if report.assumed:
+        _say(console, report.assumed, "dim")
+    _ways(console, "To make it fit", report.to_fit)
     for ledger in report.ledgers:
         console.print("", ledger_table(ledger), sep="\n")
     if report.plan is not None:
@@ -39,7 +40,6 @@ def show(report: Report, measured: Mapping[str, float] | None = None) -> None:
     if report.predicted is not None:
         console.print("", speed_table(report.predicted, measured or {}), sep="\n")
         _say(console, speeds_text(report.speeds), "dim")
-    _ways(console, "To make it fit", report.to_fit)
     _ways(console, "To use the GPU", report.to_use_gpu)
     _ways(console, "To go faster", report.to_go_faster)
     if report.compared:
@@ -60,13 +60,13 @@ def _headline(report: Report, idle: str) -> str:
 
 
 def _in_short(report: Report) -> str:
-    """How fast, before the tables that say why."""
-    if report.predicted is None:
+    """Speed and context, before the tables that say why."""
+    if report.predicted is None or report.plan is None:
         return ""
     single, prompt = report.predicted.decode[min(report.predicted.decode)], report.predicted.prompt
     return (
         f" Predicted: {_rate(single.low)} to {_rate(single.high)} tokens/s of one answer, "
-        f"{_rate(prompt.low)} to {_rate(prompt.high)} of a prompt."
+        f"{_rate(prompt.low)} to {_rate(prompt.high)} of a prompt. Context: {report.plan.context_length:,} tokens."
     )
 
 
@@ -115,9 +115,9 @@ def speed_table(predicted: Prediction, measured: Mapping[str, float]) -> Table:
     columns = (
         "tokens per second",
         " predicted",
-        " bound",
+        " at best",
         *((" measured",) if measured else ()),
-        "most of it",
+        "takes most of the time",
     )
     table = _table("Speed", *columns)
     for name, speed in speeds_by_name(predicted).items():
@@ -153,7 +153,7 @@ def speeds_text(speeds: Speeds) -> str:
     if speeds.gpu_gbps:
         parts.append(_spoken(speeds, "gpu_gbps", f"GPU {speeds.gpu_gbps:.0f} GB/s"))
         parts.append(_spoken(speeds, "gpu_flops", f"{speeds.gpu_flops / 1e12:.0f} TFLOPS"))
-    return "from " + ", ".join(parts)
+    return "Predicted from: " + ", ".join(parts)
 
 
 def _spoken(speeds: Speeds, name: str, text: str) -> str:

@@ -185,14 +185,14 @@ def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, kv_bytes: int) -
         LedgerEntry("states", request.slot_bytes, "of sequences, whatever their length"),
         LedgerEntry("rotary tables", rope_bytes(request.model, memory.context_length), ROPE_WORDS),
         *images,
-        LedgerEntry("prompt scratch", scratch, "that layers share"),
-        LedgerEntry("graph logits", logits, "float32, of every CUDA graph"),
+        LedgerEntry("prompt scratch", scratch, "of attention in long prompts; layers share it"),
+        LedgerEntry("graph logits", logits, "results that each CUDA graph keeps, float32"),
         LedgerEntry("prompt graphs", prompts, "themselves, rows between their kernels, and logits"),
-        LedgerEntry("attention sums", sums, "of rows that decode, a part of their keys each"),
+        LedgerEntry("attention sums", sums, "partial results of attention while decoding"),
         LedgerEntry("workspace", others, "of one step, libraries, CUDA graphs"),
         LedgerEntry("other stages", (stages - 1) * each_stage, "of each further GPU"),
         LedgerEntry("borders", borders, "two chunks of a prompt, on their way to each further GPU"),
-        LedgerEntry("ring", ring_bytes, "of experts that travel to the GPU for a step"),
+        LedgerEntry("ring", ring_bytes, "buffers for experts that come from CPU memory for long prompts"),
     ]
     return ledger(VRAM, entries, memory.budget_bytes, gpu.free_bytes)
 

@@ -96,7 +96,7 @@ def _planned(wish: PlanRequest, device: Device, tight: Tight) -> Plan:
     request, tables, about_tables = _with_tables(request)
     gpu_plan, about_gpu = (None, ()) if gpu is None else gpu_choices(request, gpu)
     memory = size_memory(request) if gpu_plan is None else gpu_plan.sizes.memory
-    pages, about_pages = _pages(request, memory)
+    pages, about_pages = _pages(request, memory, gpu is not None)
     step_tokens, about_steps = _step_tokens(config, tight, memory.context_length, running, gpu_plan)
     ledgers, about_host = _ledgers(request, memory, pages, device, gpu_plan, threads, step_tokens)
     radix, about_radix = _radix(config, model)
@@ -294,13 +294,14 @@ class PageCounts(NamedTuple):
     windows: int
 
 
-def _pages(request: MemoryRequest, memory: MemoryPlan) -> tuple[PageCounts, Decisions]:
+def _pages(request: MemoryRequest, memory: MemoryPlan, gpu: bool) -> tuple[PageCounts, Decisions]:
     pages = -(-memory.kv_tokens // (page := request.page))
     size, windows = request.kv_bytes(pages * page), request.window_pages
-    weights = f"{gib(memory.weight_bytes)} of the {gib(memory.budget_bytes)} that may be used"
+    where = "in GPU memory, where" if gpu else "in memory, where"
+    weights = f"once loaded, {where} {gib(memory.budget_bytes)} may be used"
     text = f"{pages} pages × {page} tokens = {gib(size)}"
     about = (
-        Decision("weights", gib(memory.weight_bytes), f"once loaded; {weights}"),
+        Decision("weights", gib(memory.weight_bytes), weights),
         Decision("context length", str(memory.context_length), memory.context_reason),
         Decision("KV cache", text, memory.kv_reason),
     )

@@ -50,7 +50,7 @@ class Tight:
                 "the GPU reads the embedding's rows there, which takes CPU memory",
             )
         if self.gpu_fraction:
-            yield f"{self.gpu_fraction:.0%} of GPU memory", "less of it is left to other programs"
+            yield f"{self.gpu_fraction:.0%} of GPU memory", "less GPU memory is left to other programs"
         if self.running is not None:
             yield f"{self.running} at a time", "more requests wait"
         if self.chunk is not None:

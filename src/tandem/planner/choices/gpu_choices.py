@@ -76,9 +76,16 @@ def _places(request: MemoryRequest, sizes: GpuMemory) -> Decisions:
     drafts = "GPU" if sizes.draft_experts else "CPU memory"
     return (
         Decision("GPU experts", f"{sizes.experts} of {everyone}", sizes.expert_reason),
-        *_if(0 < sizes.experts < everyone, "placement", strategy, "--kt-expert-placement-strategy"),
+        *_if(0 < sizes.experts < everyone, "placement", strategy, _why_placed(request.config)),
         *_if(draft_experts(request.model) > 0, "draft experts", drafts, "all or none, after those asked for"),
     )
+
+
+def _why_placed(config: EngineConfig) -> str:
+    flag = "--kt-expert-placement-strategy"
+    if config.given_flags(("kt_expert_placement_strategy",)):
+        return flag
+    return f"default: as many of each layer; {flag} frequency takes those that are used most"
 
 
 def _graphs(request: MemoryRequest, memory: GpuMemory) -> tuple[tuple[int, ...], Decisions]:
@@ -132,5 +139,6 @@ def _streaming(threshold: int | None, why_not: str) -> Decision:
     if why_not:
         return Decision("streamed experts", "off", why_not)
     if threshold is None:
-        return Decision("streamed experts", "on", "in steps where that is faster, as measured at the start")
+        why = "copied to the GPU for long prompts where that is faster, as measured at the start"
+        return Decision("streamed experts", "on", why)
     return Decision("streamed experts", f"from {threshold} rows", "--kt-gpu-prefill-token-threshold")
