@@ -4,7 +4,8 @@
 
 A made-up file of random bytes, as wide as Qwen3.8-Flash-Next's rows in fp8. `warm`: the page cache has all of it, or
 memory; else the cache was dropped before, and each step reads other rows. `tokens`: of each sequence, in the step.
-`us` is a median, `least_us` the quickest: they lie apart where the machine does something else.
+`us` is a median, `least_us` the quickest: they lie apart where the machine does something else. `ahead_ms`: so long
+before the step its rows were asked for, as the engine does after a token was chosen.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,6 +35,7 @@ from tandem.spec.stored import RowTable
 
 WIDTH, HEADS, LONGEST, VOCAB, PROMPT = 160, 8, 3, 248_320, 8192
 PART = 64 << 20
+AHEAD_MS = {1: 1.0, PROMPT: 4000.0}  # by a sequence's tokens: about as long as what runs meanwhile takes
 
 
 def made_up(path: Path, rows: int) -> StoredRows:
@@ -75,16 +78,31 @@ def dropped(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def measured(rows: StagedRows, path: Path, sequences: int, tokens: int, cold: bool, rounds: int) -> list[float]:
-    """Microseconds of each step, but for the first ones."""
-    steps, times = [step(sequences, tokens, i * tokens) for i in range(rounds)], []
-    if cold:
-        dropped(path)
+def measured(rows: StagedRows, steps: list[ForwardBatch], before: Callable[[ForwardBatch], object]) -> list[float]:
+    """Microseconds of each step, but for the first ones. before: each, and not counted."""
+    times = list[float]()
     for batch in steps:
+        before(batch)
         begin = time.perf_counter()
-        rows.begin(batch, tokens == 1)
+        rows.begin(batch, len(batch.input_ids) == len(batch.slots))
         times.append(time.perf_counter() - begin)
-    return [1e6 * each for each in times[rounds // 10 :]]
+    return [1e6 * each for each in times[len(times) // 10 :]]
+
+
+def ahead(find: TableRows, rows: StagedRows, milliseconds: float, batch: ForwardBatch) -> None:
+    """Asks for a step's rows, so long before it."""
+    if milliseconds:
+        find.read_ahead(rows.numbers(batch).view(-1))
+        time.sleep(milliseconds / 1000)
+
+
+def cases(where: str) -> Iterator[tuple[int, int, bool, float]]:
+    """Sequences, tokens of each, whether the page cache is empty, and `ahead_ms`."""
+    for sequences, tokens in ((1, 1), (8, 1), (64, 1), (1, PROMPT)):
+        for cold in (False, True) if where == "map" else (where == "disk",):
+            yield sequences, tokens, cold, 0.0
+        if where == "disk":
+            yield sequences, tokens, True, AHEAD_MS[tokens]
 
 
 def lines(options: argparse.Namespace) -> Iterator[Row]:
@@ -96,15 +114,16 @@ def lines(options: argparse.Namespace) -> Iterator[Row]:
             yield {"bench": "tables", "where": where, "error": str(error)}
             continue
         rows = staged(find, options.rows, device)
-        for sequences, tokens in ((1, 1), (8, 1), (64, 1), (1, PROMPT)):
-            for cold in (False, True) if where == "map" else (where == "disk",):
-                if where == "map" and not cold:
-                    options.file.read_bytes()  # into the page cache
-                rounds = options.rounds if tokens == 1 else 3
-                us = measured(rows, options.file, sequences, tokens, cold, rounds)
-                row = {"bench": "tables", "where": where, "warm": not cold, "sequences": sequences, "tokens": tokens}
-                figures = {"us": round(statistics.median(us), 1), "least_us": round(min(us), 1)}
-                yield row | figures | {"device": device.type, "rows": options.rows}
+        for sequences, tokens, cold, ahead_ms in cases(where):
+            if where == "map" and not cold:
+                options.file.read_bytes()  # into the page cache
+            if cold:
+                dropped(options.file)
+            steps = [step(sequences, tokens, i * tokens) for i in range(options.rounds if tokens == 1 else 3)]
+            us = measured(rows, steps, partial(ahead, find, rows, ahead_ms))
+            row = {"bench": "tables", "where": where, "warm": not cold, "sequences": sequences, "tokens": tokens}
+            figures = {"us": round(statistics.median(us), 1), "least_us": round(min(us), 1)}
+            yield row | figures | {"ahead_ms": ahead_ms, "device": device.type, "rows": options.rows}
 
 
 def main() -> None:

@@ -21,43 +21,56 @@ namespace {
 
 constexpr int64_t kFewRows = 512;  // whose numbers are found before another thread of Python could have begun
 
+// A step's tokens, checked. begins: null where each row is a sequence.
+struct StepTokens {
+  const int64_t *ids, *positions;
+  const int32_t *slots, *begins;
+  int64_t rows, sequences;
+};
+
 struct NumbersOfRows {
   RowNumbers numbers;
 
-  // ids, positions int64 [T], slots int32 [S], starts int32 [S + 1] or None: each row is a sequence. Returns how many
-  // rows of `out`, int64 [T or more, hashes], are written: those behind the last slot that is not 0 only fill up.
-  int64_t find(nb::handle ids, nb::handle positions, nb::handle slots, nb::handle starts, nb::handle out) {
+  // ids, positions int64 [T], slots int32 [S], starts int32 [S + 1], which are not looked at where T = S. Sequences
+  // behind the last slot that is not 0 only fill up, and are left out.
+  static StepTokens tokens(nb::handle ids, nb::handle positions, nb::handle slots, nb::handle starts) {
     const TensorView id = view_of(ids, "ids", {Element::i64}, {kAnySize});
     const TensorView at = view_of(positions, "positions", {Element::i64}, {id.shape[0]});
     const TensorView slot = view_of(slots, "slots", {Element::i32}, {kAnySize});
-    const TensorView to = view_of(out, "out", {Element::i64}, {kAnySize, numbers.hashes()}, true);
-    expect(to.shape[0] >= id.shape[0], "row numbers: out has too few rows");
-    const auto* own = static_cast<const int32_t*>(slot.data);
-    const int32_t* begins = nullptr;
-    if (slot.shape[0] != id.shape[0])
-      begins = static_cast<const int32_t*>(view_of(starts, "starts", {Element::i32}, {slot.shape[0] + 1}).data);
-    int64_t sequences = slot.shape[0];
-    if (!begins)
-      while (sequences > 1 && own[sequences - 1] == 0) --sequences;
-    for (int64_t s = 0; s < sequences; ++s)
-      expect(own[s] >= 0 && (!begins || (begins[s] >= 0 && begins[s] <= begins[s + 1] && begins[s + 1] <= id.shape[0])),
+    StepTokens step{static_cast<const int64_t*>(id.data),
+                    static_cast<const int64_t*>(at.data),
+                    static_cast<const int32_t*>(slot.data),
+                    nullptr,
+                    id.shape[0],
+                    slot.shape[0]};
+    if (step.sequences != step.rows)
+      step.begins = static_cast<const int32_t*>(view_of(starts, "starts", {Element::i32}, {step.sequences + 1}).data);
+    else
+      while (step.sequences > 1 && step.slots[step.sequences - 1] == 0) --step.sequences;
+    for (int64_t s = 0; s < step.sequences; ++s) {
+      const int32_t* own = step.begins ? step.begins + s : nullptr;
+      expect(step.slots[s] >= 0 && (!own || (own[0] >= 0 && own[0] <= own[1] && own[1] <= step.rows)),
              "row numbers: a slot or a start is none");
-    const auto all = [&] {
-      return found(static_cast<const int64_t*>(id.data), static_cast<const int64_t*>(at.data), own, begins, sequences,
-                   static_cast<int64_t*>(to.data));
-    };
-    if (id.shape[0] <= kFewRows) return all();
-    const nb::gil_scoped_release unlocked;
-    return all();
+    }
+    return step;
   }
 
-  int64_t found(const int64_t* ids, const int64_t* positions, const int32_t* slots, const int32_t* begins,
-                int64_t sequences, int64_t* out) {
+  // Returns how many rows of `out`, [T, hashes], are written.
+  int64_t write(const StepTokens& step, int64_t* out) {
     int64_t rows = 0;
-    for (int64_t s = 0; s < sequences; ++s)
-      for (int64_t t = begins ? begins[s] : s; t < (begins ? begins[s + 1] : s + 1); ++t, ++rows)
-        numbers.row(ids[t], positions[t], slots[s], out + t * numbers.hashes());
+    for (int64_t s = 0; s < step.sequences; ++s)
+      for (int64_t t = step.begins ? step.begins[s] : s; t < (step.begins ? step.begins[s + 1] : s + 1); ++t, ++rows)
+        numbers.row(step.ids[t], step.positions[t], step.slots[s], out + t * numbers.hashes());
     return rows;
+  }
+
+  int64_t find(nb::handle ids, nb::handle positions, nb::handle slots, nb::handle starts, nb::handle out) {
+    const StepTokens step = tokens(ids, positions, slots, starts);
+    const TensorView to = view_of(out, "out", {Element::i64}, {kAnySize, numbers.hashes()}, true);
+    expect(to.shape[0] >= step.rows, "row numbers: out has too few rows");
+    if (step.rows <= kFewRows) return write(step, static_cast<int64_t*>(to.data));
+    const nb::gil_scoped_release unlocked;
+    return write(step, static_cast<int64_t*>(to.data));
   }
 
   void text(nb::handle ids, nb::handle out) const {
@@ -93,6 +106,29 @@ struct TableReader {
     if (reader->copy_few(which, number.shape[0], out)) return;
     const nb::gil_scoped_release unlocked;
     reader->read(which, number.shape[0], out);
+  }
+
+  // Rows of a step's tokens, one token's behind the other's, to the first bytes of `out`. Returns how many tokens.
+  int64_t read_step(NumbersOfRows& numbers, nb::handle ids, nb::handle positions, nb::handle slots, nb::handle starts,
+                    nb::handle out) {
+    const StepTokens step = NumbersOfRows::tokens(ids, positions, slots, starts);
+    const TensorView to = view_of(out, "out", {Element::byte}, {kAnySize}, true);
+    const int64_t hashes = numbers.numbers.hashes();
+    expect(to.shape[0] >= step.rows * hashes * reader->row_bytes(), "a table's reader: out has too few bytes");
+    thread_local std::vector<int64_t> found;
+    if (int64_t(found.size()) < step.rows * hashes) found.resize(size_t(step.rows * hashes));
+    auto* bytes = static_cast<uint8_t*>(to.data);
+    if (step.rows <= kFewRows) {
+      const int64_t rows = numbers.write(step, found.data());
+      if (reader->copy_few(found.data(), rows * hashes, bytes)) return rows;
+      const nb::gil_scoped_release unlocked;
+      reader->read(found.data(), rows * hashes, bytes);
+      return rows;
+    }
+    const nb::gil_scoped_release unlocked;
+    const int64_t rows = numbers.write(step, found.data());
+    reader->read(found.data(), rows * hashes, bytes);
+    return rows;
   }
 
   void read_ahead(nb::handle numbers) {
@@ -146,6 +182,8 @@ void bind_tables(nb::module_& m) {
            nb::arg("direct"), nb::arg("threads"),
            "files: path and open descriptor, which stays the caller's; ranges: file, first byte, rows.")
       .def("read", &TableReader::read, nb::arg("numbers"), nb::arg("rows"))
+      .def("read_step", &TableReader::read_step, nb::arg("numbers"), nb::arg("ids"), nb::arg("positions"),
+           nb::arg("slots"), nb::arg("starts"), nb::arg("out"), "Rows of a step's tokens; returns of how many.")
       .def("read_ahead", &TableReader::read_ahead, nb::arg("numbers"), "These rows will be needed soon.")
       .def_prop_ro("waited", &TableReader::waited, "Rows that a read had to wait for, since the start.")
       .def_prop_ro("ahead", &TableReader::ahead, "Rows that were read before anybody needed them, since the start.");

@@ -423,6 +423,11 @@ class RowReader:
         """
 
     def read(self, numbers: object, rows: object) -> None: ...
+    def read_step(
+        self, numbers: RowNumbers, ids: object, positions: object, slots: object, starts: object, out: object
+    ) -> int:
+        """Rows of a step's tokens; returns of how many."""
+
     def read_ahead(self, numbers: object) -> None:
         """These rows will be needed soon."""
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from fake_model import request, run
 from plans import machine
 from recorded_steps import tiny_engine
+from tandem import _core
 from tandem.architectures.load import load_config
 from tandem.bench.architectures import named_config
 from tandem.checkpoint import load_model_config, open_checkpoint
@@ -26,7 +27,7 @@ from tandem.checkpoint.tables.readers import TableRows
 from tandem.convert import Conversion, convert
 from tandem.engine.engine import Engine
 from tandem.engine.protocol import GenerateRequest
-from tandem.errors import CheckpointError
+from tandem.errors import CheckpointError, KernelError
 from tandem.flags.engine_config import EngineConfig
 from tandem.planner.forecast.advice import PlanQuestion
 from tandem.planner.forecast.machine_spec import MachineWish, wished_speeds
@@ -107,6 +108,22 @@ def test_rows_that_were_read_ahead_are_the_same(tmp_path: Path, numbers, way: st
             assert torch.equal(read(some), numbers[some])
     with pytest.raises(CheckpointError, match=f"has {ROWS} rows, and one beyond them"):
         read(torch.tensor([ROWS]))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_of_a_step_are_those_of_its_numbers(tmp_path: Path, numbers, way: str) -> None:
+    """In one call; of one token, and of so many that threads share them."""
+    read = _table(saved(tmp_path / "m", numbers, 3), way)
+    hashes = _core.RowNumbers(2, 2, 9, [3, 5], [700, 2000], [0, 1000])
+    for count in (1, 700):
+        ids, positions, starts = torch.arange(count) * 7, torch.arange(count), torch.tensor([0, count]).int()
+        which, out = torch.empty(count, 2, dtype=torch.int64), torch.empty(count * 2 * WIDTH * 4 + 9, dtype=torch.uint8)
+        step = ids, positions, torch.tensor([1]).int(), starts
+        assert hashes.find(*step, which) == count == read.read_step(hashes, *step, out)
+        rows = out[:-9].view(torch.float32).view(-1, WIDTH)
+        assert torch.equal(rows, numbers[which.flatten()]) and len(set(which.flatten().tolist())) > count // 2
+    with pytest.raises(KernelError, match="out has too few bytes"):
+        read.read_step(hashes, *step, out[:-10])
 
 
 def test_nobody_waits_for_rows_that_were_read_ahead(tmp_path: Path, numbers) -> None:

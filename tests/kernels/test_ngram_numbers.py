@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from paged_batches import make_batch, random_tables
-from tandem.errors import KernelError
+from tandem.errors import CheckpointError, KernelError
 from tandem.kernels.step_rows import step_rows
+from tandem.kernels.unread_rows import UnreadRows, unread_tokens
 from tandem.mechanisms.ngrams.numbers import RowNumbers
 from tandem.mechanisms.ngrams.shape import Ngram
-from tandem.mechanisms.ngrams.torch import Hashes, hashed, last_ids
+from tandem.mechanisms.ngrams.torch import Hashes, NgramWeights, hashed, last_ids
 from tandem.models.batch import ForwardBatch
 from tandem.spec.norm import Norm
 from tandem.spec.stored import RowTable
@@ -121,3 +122,47 @@ def test_what_fits_no_table_is_refused() -> None:
     numbers = RowNumbers(SHAPE, HASHES)
     with pytest.raises(KernelError, match="a slot or a start is none"):
         numbers(batch([(0, 1), (0, 2), (0, 1)], [1, -2, 3]))
+
+
+def test_a_step_s_rows_lie_staged_and_unread_ones_are_no_numbers(monkeypatch) -> None:
+    """Two sequences, of which the second's last token has rows that cannot be read; copies that fill up a graph."""
+    pytest.importorskip("triton")
+    from tandem.mechanisms.ngrams.gpu.staged import StagedRows
+
+    told, width = UnreadRows(), SHAPE.table.width
+    monkeypatch.setattr("tandem.mechanisms.ngrams.gpu.staged.unread_rows", told)
+    table = torch.arange(4000.0)[:, None].expand(-1, width).bfloat16()
+    expected, bad = exact([(0, 3), (0, 2), (0, 0)]), set(exact([(0, 0), (1, 2), (0, 0)]).flatten().tolist())
+
+    def find(numbers: torch.Tensor) -> torch.Tensor:
+        if bad & set(numbers.tolist()):
+            raise CheckpointError("t.safetensors: rows cannot be read: Input/output error")
+        return table[numbers]
+
+    bad -= set(expected[:4].flatten().tolist())
+    unused = torch.zeros(0)
+    staged = StagedRows(SHAPE, NgramWeights(HASHES, find, unused, unused, unused, None, 16), torch.device("cpu"))
+    staged.begin(batch([(0, 3), (0, 2), (0, 0)], [4, 7, 2]), captured=False)
+    rows = staged.rows(5)
+    assert torch.equal(rows[:4], table[expected[:4]].flatten(1)) and rows[4].isnan().all()
+    assert not told.take(4, 9)
+    assert not told.take(7, 1), "before its first bad token"
+    staged.begin(batch([(0, 3), (0, 2), (0, 0)], [4, 7, 2]), captured=False)
+    assert told.take(7, 2) and not told.take(7, 2), "once"
+    bad.clear()
+    staged.begin(batch([(3, 4), (2, 3), (0, 1)], [4, 0, 0]), captured=True)
+    image, wanted = staged._of_graphs[3].view(torch.bfloat16).view(3, -1), table[exact([(3, 4), (0, 0), (0, 0)])]
+    assert torch.equal(image, wanted.flatten(1).expand(3, -1))
+
+
+@pytest.mark.parametrize("bad", [set(), {0}, {6}, {2, 3}, set(range(7))], ids=str)
+def test_tokens_that_cannot_be_read_alone_are_unread(bad: set[int]) -> None:
+    read = list[int]()
+
+    def some(part: slice) -> None:
+        if bad & set(range(part.start, part.stop)):
+            raise CheckpointError("no")
+        read.extend(range(part.start, part.stop))
+
+    assert unread_tokens(some, 7) == sorted(bad)
+    assert read == [token for token in range(7) if token not in bad], "each once, in their order"

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from tandem._core import RowNumbers
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.kernels.batch_layout import KernelBatch
 from tandem.kernels.images import ImageOps, ImageShape, PatchRotation
@@ -185,6 +186,13 @@ class StoredTable(Protocol):
     def read(self, numbers: Tensor, rows: Tensor) -> None:
         """Rows of these numbers, int64 [n], to uint8 [n * row_bytes]. Raises CheckpointError where one cannot be
         read."""
+        ...
+
+    def read_step(
+        self, numbers: RowNumbers, ids: Tensor, positions: Tensor, slots: Tensor, starts: Tensor, out: Tensor
+    ) -> int:
+        """Rows that a step's tokens name, one token's behind the other's, to the first bytes of `out`; of how many
+        tokens. Raises likewise."""
         ...
 
     def read_ahead(self, numbers: Tensor) -> None:

@@ -32,6 +32,13 @@ class RowReader(Protocol):
         """int64 [n] → uint8 [n * row bytes]. Raises CheckpointError naming the file where a row cannot be read."""
         ...
 
+    def read_step(
+        self, numbers: _core.RowNumbers, ids: Tensor, positions: Tensor, slots: Tensor, starts: Tensor, out: Tensor
+    ) -> int:
+        """Rows that a step's tokens name, one token's behind the other's, to the first bytes of `out`; of how many
+        tokens."""
+        ...
+
     def read_ahead(self, numbers: Tensor) -> None:
         """These rows, int64 [n], will be read soon: threads begin with what is not in memory."""
         ...
@@ -126,7 +133,7 @@ class RowsInFiles:
                 os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
         opened = [(str(path), file) for path, file in zip(self._files.paths, self._files.open, strict=True)]
         core = _core.RowReader(stored.name, opened, self._files.ranges(), stored.row_bytes, direct, THREADS)
-        self.read, self.read_ahead, self._core = core.read, core.read_ahead, core
+        self.read, self.read_step, self.read_ahead, self._core = core.read, core.read_step, core.read_ahead, core
 
     @property
     def waited(self) -> int:
@@ -146,6 +153,7 @@ class TableRows:
         """Raises CheckpointError where a row cannot be read, later."""
         self.row_bytes, self.anywhere, self.decode = stored.row_bytes, stored.anywhere, stored.decode
         self.reader, self.read, self.read_ahead = reader, reader.read, reader.read_ahead
+        self.read_step = reader.read_step
 
     def __call__(self, numbers: Tensor) -> Tensor:
         rows = torch.empty((len(numbers), self.row_bytes), dtype=torch.uint8)

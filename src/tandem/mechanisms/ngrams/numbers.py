@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tandem import _core
 from tandem.kernels.batch_layout import TokenBatch
+from tandem.kernels.ops import StoredTable
 from tandem.mechanisms.ngrams.shape import Ngram
 from tandem.mechanisms.ngrams.torch import Hashes
 
@@ -31,6 +32,13 @@ class RowNumbers:
             self._numbers = torch.empty((len(batch.input_ids), self._shape.hashes), dtype=torch.int64)
         rows = self._core.find(batch.input_ids, batch.positions, batch.slots, batch.query_starts, self._numbers)
         return self._numbers[:rows]
+
+    def read(self, table: StoredTable, batch: TokenBatch, out: Tensor) -> int:
+        """The rows themselves, one token's behind the other's, to the first bytes of `out`, in one call of the core; of
+        how many tokens. Raises CheckpointError where one cannot be read."""
+        return table.read_step(
+            self._core, batch.input_ids, batch.positions, batch.slots, batch.query_starts, out
+        )
 
     def copied(self, source: int, target: int) -> None:
         """One slot becomes another's copy."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tandem.errors import CheckpointError
 from tandem.kernels.batch_layout import TokenBatch
 from tandem.kernels.gpu import pinned
 from tandem.kernels.ops import StoredTable
@@ -39,22 +40,33 @@ class StagedRows:
 
     def begin(self, batch: TokenBatch, captured: bool) -> None:
         """Finds the rows of a batch in host memory. captured: its kernels are a graph's, or will be."""
-        numbers, size = self.numbers(batch), len(batch.input_ids)
+        size, each = len(batch.input_ids), self._token_bytes
         if captured and size not in self._of_graphs:
             self._of_graphs[size] = self._memory(size)
         if not captured and self._read is not None:
             self._read.synchronize()  # the step before may still read
-        memory, each, rows = self._of_graphs[size] if captured else self._shared, self._token_bytes, len(numbers)
+        memory = self._of_graphs[size] if captured else self._shared
+        rows = self._fill(batch, memory)
+        if rows < size:  # rows that only fill up a graph are copies of the last one
+            memory[rows * each : size * each].view(-1, each)[:] = memory[(rows - 1) * each : rows * each]
+
+    def _fill(self, batch: TokenBatch, memory: Tensor) -> int:
+        """Rows of a batch's tokens at the front of `memory`; of how many tokens."""
+        if self._stored is not None:
+            try:
+                return self.numbers.read(self._stored, batch, memory)
+            except CheckpointError:  # of some tokens alone
+                pass
+        numbers, each = self.numbers(batch), self._token_bytes
 
         def read(part: slice) -> None:
             self._read_rows(numbers[part].view(-1), memory[part.start * each : part.stop * each])
 
-        if unread := unread_tokens(read, rows):
+        if unread := unread_tokens(read, len(numbers)):
             unread_rows.tell(batch, unread)
             for token in unread:
                 memory[token * each : (token + 1) * each] = NO_NUMBER
-        if rows < size:  # rows that only fill up a graph are copies of the last one
-            memory[rows * each : size * each].view(-1, each)[:] = memory[(rows - 1) * each : rows * each]
+        return len(numbers)
 
     def rows(self, count: int) -> Tensor:
         """[count, width] on the device, of the stored type or float32: the rows of the step that has begun."""
