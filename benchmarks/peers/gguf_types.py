@@ -112,11 +112,13 @@ def measured(ours: Engine, peer: Engine, what: str, rounds: int) -> dict[str, An
 def row_of(kind: str, flags: argparse.Namespace, program: Path, folder: Path) -> dict[str, Any]:
     down = flags.down or kind
     file = write(folder / f"{kind}.gguf", SIZES[flags.config], FileTypes(kind, down, flags.dense, "q6_k"))
+    rounded = ["int8"] if flags.int8_activations else []
     commands = [
-        [sys.executable, str(HERE / "kt_turns.py"), str(file), str(flags.threads)],
+        [sys.executable, str(HERE / "kt_turns.py"), str(file), str(flags.threads), *rounded],
         [str(program), str(file), str(flags.threads)],
     ]
     row = {"bench": "peers", "config": flags.config, "format": kind, "peer": "llama.cpp", "threads": flags.threads}
+    row["activations"] = "int8 in both" if flags.int8_activations else "exact here, int8 there"
     try:
         with engines(commands) as (ours, peer):
             row |= measured(ours, peer, f"decode {flags.decode}", flags.rounds)
@@ -138,10 +140,14 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=len(Machine.detect().cores))
     parser.add_argument("--decode", type=int, default=16, metavar="TOKENS")
     parser.add_argument("--prompt", type=int, action="append", metavar="TOKENS")
+    parser.add_argument("--int8-activations", action="store_true", help="here, too, which is lossy")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--keep", type=Path, metavar="DIRECTORY", help="of results, to add the rows to")
     flags = parser.parse_args()
-    rows, columns = [], stamp(machine_name(Machine.detect(), flags.threads)) | {"version": peer_version(flags.llama[1])}
+    rows, columns = list[dict[str, Any]](), stamp(machine_name(Machine.detect(), flags.threads))
+    columns["version"] = peer_version(flags.llama[1])
+    for path, name in zip(flags.llama, ("LLAMA.CPP", "BUILD"), strict=True):
+        columns["command"] = columns["command"].replace(str(path), name)
     with tempfile.TemporaryDirectory(prefix="tandem-peers-") as scratch:
         program = peer_program(*flags.llama, Path(scratch))
         for kind in flags.type or [kind for kind in KINDS if kind not in ("f32", "bf16")]:

@@ -1,4 +1,5 @@
-"""Tandem in turns with another engine: `kt_turns.py FILE THREADS`; lines as `llama_turns.cc` reads and answers them."""
+"""Tandem in turns with another engine: `kt_turns.py FILE THREADS [int8]`; lines as `llama_turns.cc` reads and answers
+them. int8: activations of experts are rounded, which is lossy."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ FIRST_TOKENS = 16
 
 
 def main() -> None:
-    llm = LLM(sys.argv[1], kt_cpuinfer=int(sys.argv[2]), device="cpu", disable_radix_cache=True, max_total_tokens=8192)
+    llm = LLM(
+        sys.argv[1], kt_cpuinfer=int(sys.argv[2]), device="cpu", disable_radix_cache=True, max_total_tokens=8192,
+        kt_int8_activations="int8" in sys.argv[3:],
+    )  # fmt: skip
     dice, seeds = random.Random(0), itertools.count()
 
     def times(prompt_tokens: int, tokens: int) -> list[tuple[float, float]]:

@@ -263,7 +263,7 @@ void ExpertRun::multiply(MatmulFn kernel, const Piece& piece, int64_t x_stride, 
 
 // Gate and up of two formats, to scratch.tile as one view of both would give it: 16 columns of each in turn. Kernels
 // take pairs of panels, so an odd number of them gets one that is not asked for, before or behind; a node has an even
-// number (see together() in store/expert_layer.cc).
+// number (see together() in experts/store/expert_layer.cc).
 void ExpertRun::multiply_each(const Piece& piece, WorkerScratch& scratch) const {
   const int32_t extra = piece.pairs % 2, early = piece.first_pair + piece.pairs == piece.weights.pairs ? extra : 0;
   const int32_t calls = (piece.pairs + extra) / 2;
