@@ -6,15 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from fake_model import check_pages, request, run, token_ids
+from sessions import prompts
 from staged_engines import PROMPTS, staged, whole
-from staged_sessions import without_gpu
+from staged_sessions import StagedSession, logits_of, without_gpu
 from tandem import _core
 from tandem.engine.engine import Engine
 from tandem.engine.pace import MIN_TOKENS, PrefillPace
 from tandem.engine.sequence import Chunk, Sequence
 from tandem.engine.stages.pipeline import Pipeline
+from tandem.kernels.reference import TorchOps
 from tandem.models.staged import StagedModel
 
 CHUNK = 8
@@ -172,3 +175,20 @@ def test_windows_have_as_many_chunks_as_pages(monkeypatch, tiny_models, given: l
     assert [token_ids(*run(engine, ask).values()) for ask in asks] == expected
     assert CHUNK in given
     check_pages(engine)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_each_stage_counts_the_rows_of_every_chunk(monkeypatch, tiny_models, stages: int) -> None:
+    """As steps of one chunk each do, and the logits have the same bits."""
+    without_gpu(monkeypatch, [])
+    tokens = prompts()[0][:23]
+    parts = [tokens[first : first + CHUNK] for first in range(0, len(tokens), CHUNK)]
+    path, ops = tiny_models["glm4_moe"], [TorchOps() for _ in range(stages)]
+    sessions = [StagedSession(path, stages, ops, counted=True) for _ in range(2)]
+    turns, pipelined = ([session.batch([(0, part)]) for part in parts] for session in sessions)
+    one_by_one, together = (session.runner(()) for session in sessions)
+    expected = torch.cat([logits_of(one_by_one, batch) for batch in turns])
+    assert torch.equal(together.prompt_logits(pipelined).logits, expected)
+    counts = [session.usage.read() for session in sessions]
+    assert torch.equal(counts[1].tokens, counts[0].tokens) and torch.equal(counts[1].reads, counts[0].reads)
+    assert counts[1].tokens.sum(1).eq(len(tokens) * sessions[0].config.moe.router.top_k).all()
