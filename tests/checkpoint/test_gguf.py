@@ -177,11 +177,11 @@ def test_gate_and_up_may_have_two_types(wide, tmp_path):
     file = write_gguf(wide, tmp_path / "model.gguf", choose)
     check_logits(file, wide, tmp_path)
     stored = open_checkpoint(file).formats()
-    assert stored.experts.unread_by_gpu == "gates and ups of two types (blk.0: IQ2_XXS and Q3_K)"
+    assert stored.experts.unread_by_gpu == "gates and ups of two formats (layer 0: iq2_xxs, q3_k)"
     config = EngineConfig(model=str(file), kt_gpu_experts_ratio=0.0)
     plan = resolve(config, load_model_config(file), with_gpu(), stored)
-    assert plan.gpu is not None and plan.gpu.experts == 0
-    with pytest.raises(ConfigError, match="gates and ups of two types"):
+    assert plan.gpu is not None and plan.gpu.sizes.experts == 0
+    with pytest.raises(ConfigError, match="gates and ups of two formats"):
         resolve(replace(config, kt_gpu_experts_ratio=0.5), load_model_config(file), with_gpu(), stored)
     llm = LLM(str(file), max_total_tokens=256)
     [answer] = llm.generate(["hi"], SamplingParams(max_tokens=5, temperature=0.0))

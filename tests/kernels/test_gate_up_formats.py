@@ -9,9 +9,11 @@ import torch
 
 import kernel_cases as cases
 from tandem.bench import formats
+from tandem.checkpoint.survey import stored_formats
 from tandem.errors import KernelError
 from tandem.formats import reference
 from tandem.formats.codes import Weight, WeightCodes
+from tandem.formats.quant_format import QuantFormat
 from tandem.kernels.cpu import PackedExperts, WorkerPool, Workspace
 from tandem.kernels.packed.cache import PackedCache
 
@@ -151,3 +153,20 @@ def test_what_takes_both_as_one_is_refused() -> None:
         rounded.load_all(0, experts_of(COMBINATIONS[0], 256))
     with pytest.raises(KernelError, match=r"expert 1: gate is .*the layer holds"):
         layer.load(1, *experts_of(COMBINATIONS[1], 256)[1])
+
+
+def test_a_survey_keeps_such_experts_off_the_gpu() -> None:
+    """In any kind of checkpoint; where whole layers differ, gates are like ups, and nothing is said."""
+    int4, fp8 = QuantFormat("int4", "compressed-tensors", 128, 1, "BF16"), QuantFormat("fp8", "fp8", 128, 128, "F32")
+
+    def unread(*layers: tuple[QuantFormat, QuantFormat, QuantFormat]) -> str:
+        names = ("w1", "w3", "w2")
+        return stored_formats(
+            (f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{name}", fmt, 100)
+            for layer, each in enumerate(layers)
+            for expert in range(2)
+            for name, fmt in zip(names, each, strict=True)
+        ).experts.unread_by_gpu
+
+    assert unread((int4, int4, fp8), (fp8, fp8, int4)) == ""
+    assert unread((int4, int4, int4), (int4, fp8, fp8)).startswith("gates and ups of two formats (layer 1: int4")

@@ -117,8 +117,7 @@ class GGUFCheckpoint:
         names = (name for name in self._rows.places if name.endswith(".weight") and len(self._rows.shape(name)) == 2)
         modules = ((name.removesuffix(".weight"), math.prod(self._rows.shape(name))) for name in names)
         matrices = stored_formats((module, self.format(module), weights) for module, weights in modules)
-        unread = ", ".join(filter(None, (matrices.experts.unread_by_gpu, self._unlike())))
-        return replace(matrices, experts=replace(matrices.experts, unread_by_gpu=unread), tables=self._tables())
+        return replace(matrices, tables=self._tables())
 
     def _tables(self) -> StoredFormat:
         """Format of the tables that are read by row."""
@@ -127,16 +126,6 @@ class GGUFCheckpoint:
             return StoredFormat()
         tensor = self._rows.place(names[0]).tensor
         return StoredFormat(name=tensor.kind.lower(), bytes_per_weight=tensor.nbytes / math.prod(tensor.shape))
-
-    def _unlike(self) -> str:
-        """The first layer whose gates and ups have different types; "" where all are alike. GPU kernels take both as
-        one matrix."""
-        kinds = {name: tensor.kind for name, tensor in self.model.tensors.items()}
-        for name, gate in kinds.items():
-            up = kinds.get(name.replace("ffn_gate_exps", "ffn_up_exps"), gate)
-            if up != gate:
-                return f"gates and ups of two types ({name.rpartition('.ffn_')[0]}: {gate} and {up})"
-        return ""
 
     def expert_files(self) -> tuple[list[Path], bool]:
         return [file.path for file in self.model.files], True

@@ -21,6 +21,7 @@ Survey = Mapping[str, tuple[StoredMatrix, int]]
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 KINDS = ("experts", "shared", "dense", "embedding")
+GATES, UPS = ("gate_proj", ".w1"), ("up_proj", ".w3")  # how names of experts' matrices end
 NUMBERS = ("kv_b_proj", ".k_b_proj", ".v_b_proj", "o_a_proj", "_hc.fn", "hc_fn")  # as `model_config.number_params`
 
 
@@ -80,11 +81,14 @@ def stored_formats(matrices: Iterable[tuple[str, QuantFormat, int]]) -> StoredFo
         tuple[str, int], tuple[QuantFormat, int]
     ] = {}  # few formats, many matrices: told apart by identity first
     by_layer: dict[int, Counter[float]] = defaultdict(Counter)  # of experts: weights by bytes per weight
+    gates, ups = defaultdict[int, set[QuantFormat]](set), defaultdict[int, set[QuantFormat]](set)  # likewise, formats
     for module, fmt, weights in matrices:
         key = kind, _ = _kind(module), id(fmt)
         sums[key] = fmt, weights + (sums[key][1] if key in sums else 0)
         if kind == "experts":
-            by_layer[_layer(module)][fmt.bytes_per_weight] += weights
+            by_layer[layer := _layer(module)][fmt.bytes_per_weight] += weights
+            if module.endswith(GATES + UPS):
+                (gates if module.endswith(GATES) else ups)[layer].add(fmt)
         elif fmt.along > 1:
             output = module.rpartition(".")[2]
             units[kind][output] = lcm(fmt.along, units[kind].get(output, 1))
@@ -93,7 +97,19 @@ def stored_formats(matrices: Iterable[tuple[str, QuantFormat, int]]) -> StoredFo
     experts, shared, dense, embedding = (
         replace(_summed(counts[kind], kind == "experts"), outputs=tuple(units[kind].items())) for kind in KINDS
     )
-    return StoredFormats(replace(experts, layers=_layer_means(by_layer)), shared, dense, embedding)
+    unread = ", ".join(filter(None, (experts.unread_by_gpu, _unlike(gates, ups))))
+    experts = replace(experts, layers=_layer_means(by_layer), unread_by_gpu=unread)
+    return StoredFormats(experts, shared, dense, embedding)
+
+
+def _unlike(gates: Mapping[int, set[QuantFormat]], ups: Mapping[int, set[QuantFormat]]) -> str:
+    """The first layer whose experts' gates and ups have different formats; "" where all are alike. GPU kernels take
+    both as one matrix."""
+    for layer in sorted(gates.keys() & ups.keys()):
+        if gates[layer] != ups[layer]:
+            each = (" and ".join(sorted(map(str, formats))) for formats in (gates[layer], ups[layer]))
+            return f"gates and ups of two formats (layer {layer}: {', '.join(each)})"
+    return ""
 
 
 def _layer(module: str) -> int:
