@@ -11,7 +11,9 @@ Lines of a table:
     name spared reserved                         a word of code
     word fold update src/tandem/engine/ tests/   the same, of files whose path begins so
     code guess draft                             the same, of names in Python, and of strings that are nothing else; in
-                                                 comments and documents where it stands in backticks
+                                                 comments and documents where it stands in backticks; in C++ outside
+                                                 comments and strings
+    file csrc/ops/a csrc/ops/b                   moves `a.h` and `a.cc`; text lines name them anew
     leave docs/upgrading.md                      files that have the old words for a reason
     class tandem.bench.serve Row ServeRow        what a module has of that name, and what is imported from there
 
@@ -35,6 +37,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
 SUFFIXES = {".py", ".pyi", ".md", ".toml", ".cc", ".h", ".cu", ".sh", ".txt", ".cmake"}
+C_SUFFIXES = ".cc", ".h", ".cu"
 LEFT_ALONE = "scripts/rename", "tests/test_rename.py", "CHANGELOG.md", "benchmarks/results/", "docs/lab/"  # what was
 
 
@@ -44,6 +47,7 @@ class Table(NamedTuple):
     words: list[Word]
     classes: dict[tuple[str, str], str]  # module and name: the new name
     left_alone: list[str]
+    files: dict[str, str]  # of C++, without their endings
 
 
 class Word(NamedTuple):
@@ -60,7 +64,7 @@ class Word(NamedTuple):
 
 def read_table(text: str) -> Table:
     """Raises ValueError with the line that it cannot read."""
-    table = Table({}, {}, [], {}, [])
+    table = Table({}, {}, [], {}, [], {})
     for line in text.splitlines():
         match shlex.split(line, comments=True):
             case [] | ["#", *_]:
@@ -75,6 +79,8 @@ def read_table(text: str) -> Table:
                 table.left_alone.extend(paths)
             case ["word" | "code" | "text" as kind, old, new, *paths]:
                 table.words.append(Word(kind, old, new, tuple(paths)))
+            case ["file", old, new]:
+                table.files[old] = new
             case ["class", module, old, new]:
                 table.classes[module, old] = new
             case _:
@@ -91,14 +97,22 @@ def renamed(text: str, table: Table, python: bool, path: str = "") -> str:
         text = re.sub(rf"(?:(?<=tandem/)|(?<![\w./-])){_path(old)}(?=\.py\b|/)", _path(new), text)
     for word in table.words:
         if word.applies(path):
-            text = _with_word(text, word, python)
+            text = _with_word(text, word, python, path)
     return text
 
 
-def _with_word(text: str, word: Word, python: bool) -> str:
+def _with_word(text: str, word: Word, python: bool, path: str) -> str:
     if word.kind == "text":
         return text.replace(word.old, word.new)
+    if word.kind == "code" and path.endswith(C_SUFFIXES):
+        return _with_c_code(text, word)
     return _with_code(text, word, python) if word.kind == "code" else _replaced(text, word.old, word.new)
+
+
+def _with_c_code(text: str, word: Word) -> str:
+    """C++ with a name replaced: a comment or a string is matched whole, and stays."""
+    parts = rf'//[^\n]*|"(?:\\.|[^"\\\n])*"|(?<!\w){re.escape(word.old)}(?!\w)'
+    return re.sub(parts, lambda part: word.new if part[0] == word.old else part[0], text)
 
 
 def _replaced(text: str, old: str, new: str) -> str:
@@ -264,9 +278,13 @@ def move(old: str, new: str) -> None:
     """A module's file, or a package's folder."""
     for suffix in (".py", ""):
         source, target = (SOURCE / f"{module.replace('.', '/')}{suffix}" for module in (old, new))
-        if source.exists() and not target.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            subprocess.run(["git", "mv", str(source), str(target)], cwd=ROOT, check=True)
+        git_move(source, target)
+
+
+def git_move(source: Path, target: Path) -> None:
+    if source.exists() and not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["git", "mv", str(source), str(target)], cwd=ROOT, check=True)
 
 
 def main() -> None:
@@ -275,6 +293,9 @@ def main() -> None:
     table = read_table(Path(sys.argv[1]).read_text(encoding="utf-8"))
     for old, new in table.modules.items():
         move(old, new)
+    for old, new in table.files.items():
+        for suffix in C_SUFFIXES:
+            git_move(ROOT / f"{old}{suffix}", ROOT / f"{new}{suffix}")
     for path in files():
         if path.relative_to(ROOT).as_posix() in table.left_alone:
             continue

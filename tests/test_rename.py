@@ -66,6 +66,8 @@ def test_a_line_that_is_none_is_named() -> None:
         ("code row line", "a.py", '"""A row: `row`."""\nrow(\n row=1)\n', '"""A row: `line`."""\nline(\n line=1)\n'),
         ("code row line", "a.py", 'x = {"row": "a row"}\n', 'x = {"line": "a row"}\n'),
         ("text '--two rows' --row-count\nname rows lines", "a.md", "--two rows rows\n", "--row-count lines\n"),
+        ("code row line", "a.cc", 'row = r.row;  // a row\nf("a row", "\\"", row);\n',
+         'line = r.line;  // a row\nf("a row", "\\"", line);\n'),
         ("code row line", "a.md", "A row of `x.row`; `rows`.\n", "A row of `x.line`; `rows`.\n"),
     ],
 )

@@ -18,7 +18,7 @@ ODD = frozenset(
     """alone already apart asked aside beside came elsewhere found given gone kept late lately made meanwhile said seen
     sure taken there told wanted""".split()
 )
-MOST_ODD = 0.2
+MOST_ODD = 0.05
 """Per cent of all names that are bound: adverbs and participles that say nothing of what they hold."""
 VAGUE = frozenset(("result", "value", "data", "item", "info"))
 MOST_VAGUE = 1.0

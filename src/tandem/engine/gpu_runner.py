@@ -274,7 +274,7 @@ class GpuRunner:
     def _eager(
         self, batch: ForwardBatch, make: Callable[[], None], shrinking: ShrinkingStep | None = None
     ) -> DeviceLogits:
-        """Kernel by kernel, while no pass is under way."""
+        """Kernel by kernel, while no task is under way."""
         with torch.inference_mode(), self._streams.side_stream():
             device_batch = _begun(batch, self._begin_step, self._device)
             logits = self._forward(device_batch, len(batch.input_ids), shrinking)
@@ -289,9 +289,9 @@ class GpuRunner:
     def _prefilled(
         self, choice: Choice[DecodeGraph, PrefillGraph], batch: ForwardBatch, make: Callable[[], None]
     ) -> DeviceLogits:
-        """Prompts in the graph of their path, while no pass is under way."""
+        """Prompts in the graph of their path, while no task is under way."""
         task = self.paused(batch, choice.prefill, choice.path is Path.SHARED_PREFILL_GRAPH)
-        assert task is not None, "graphs of prompts are captured only where passes can be paused"
+        assert task is not None, "graphs of prompts are captured only where passes can pause"
         with torch.inference_mode(), _or_else(task.drop):  # or later steps would find it under way
             task.go_on(0.0, whole=True)
             make()
@@ -314,7 +314,7 @@ class GpuRunner:
             return None
         choice = background_path_of(batch, self._graphs) if graph is None else None
         reserve_sms = choice is not None and choice.prefill is not None
-        # A graph that runs now writes nothing that this pass reads, so the pass does not wait for it. Pieces of images
+        # A graph that runs now writes nothing that this task reads, so the task does not wait for it. Pieces of images
         # were put together on that stream, and experts have changed places there.
         after = choice is None or batch.image_rows is not None or (self._live is not None and self._live.settling)
         with torch.inference_mode(), self._streams.side_stream(after, reserve_sms):
@@ -388,7 +388,7 @@ class GpuRunner:
         )
 
     def _capture_prompts(self) -> None:
-        """Where passes can be overtaken."""
+        """Where tasks can be overtaken."""
         self._graphs.capture_prefill(
             self._plan,
             PrefillCapture(

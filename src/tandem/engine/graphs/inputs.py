@@ -23,7 +23,7 @@ class GraphPlan:
     see a window have pages of their own; prompts: rows of chunks that are captured, too; no_decodes: and replayed where
     nobody decodes; splits: rows of such chunks in which the CPU has a part, where that pays; each_row: every row is a
     sequence of its own, so that its bits are those of one that decodes; drafting: a draft layer runs between steps, so
-    no pass does; reserved_sms: multiprocessors that passes leave to steps; one_stream: no pass runs beside steps;
+    no pass does; reserved_sms: multiprocessors that tasks leave to steps; one_stream: no task runs beside steps;
     images_from: as of `BatchArrays`; 0: all rows turn by their positions."""
 
     sizes: tuple[int, ...]

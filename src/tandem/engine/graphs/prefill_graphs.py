@@ -130,7 +130,7 @@ class PrefillGraphs:
     """By rows. One chunk at a time: they share their memory."""
 
     def __init__(self, hooks: StepHooks | None, sibling: PrefillGraphs | None = None) -> None:
-        """travel: needed where any are captured. sibling: graphs whose memory these use, too: no pass has both."""
+        """hooks: needed where any are captured. sibling: graphs whose memory these use, too: no pass has both."""
         self._graphs: dict[int, PrefillGraph] = {}
         self._pool: Any = None if sibling is None else sibling._pool
         self._hooks = hooks
@@ -170,7 +170,7 @@ class PrefillGraphs:
 
 @dataclass(frozen=True, slots=True)
 class PrefillCapture:
-    """Captures prefill graphs of a model, if passes over it can be overtaken. pages: of the longest sequence."""
+    """Captures prefill graphs of a model, if tasks can be overtaken. pages: of the longest sequence."""
 
     model: StepModel
     states: Rows[tuple[Tensor, ...]]

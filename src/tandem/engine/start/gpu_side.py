@@ -212,7 +212,7 @@ class PausableMoves(Protocol):
 
 
 class StepStart:
-    """Hook that runs before a step of the engine, and before a pass that steps overtake."""
+    """Hook that runs before a step of the engine, and before a task that steps overtake."""
 
     def __init__(
         self, ops: GpuOps, stream: ExpertStream | None, without_cpu: bool, live: PausableMoves | None = None
@@ -222,7 +222,7 @@ class StepStart:
         self._live = live
 
     def __call__(self, batch: ForwardBatch, captured: bool) -> None:
-        """Beside a pass only graphs are replayed, for which only rows of tables are prepared where passes can be."""
+        """Beside a task only graphs are replayed, for which only rows of tables are prepared where tasks can be."""
         self._ops.find_rows(batch, captured)
         self.of_drafts(batch, captured)
 
@@ -245,7 +245,7 @@ class StepStart:
         return self._ops.pausable
 
     def begin_task(self, batch: ForwardBatch, split: bool = False) -> bool:
-        """The ring is the pass's: no graph of a step uses it. Experts stay where they are until `release`."""
+        """The ring is the task's: no graph of a step uses it. Experts stay where they are until `release`."""
         if self._live is not None:
             self._live.pause()
         self._ops.find_rows(batch, False)

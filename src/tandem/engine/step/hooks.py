@@ -81,14 +81,14 @@ class StepHooks(Protocol):
         ...
 
     def begin_task(self, batch: ForwardBatch, split: bool = False) -> bool:
-        """Before the pass. What it prepares stays until `end_task`, whatever graphs are replayed. Whether the GPU can
+        """Before a task. What it prepares stays until `end_task`, whatever graphs are replayed. Whether the GPU can
         compute it alone: the CPU has no part in it. split: it has one, in graphs that were recorded so."""
         ...
 
     def end_task(self) -> None: ...
 
     def replayable(self, split: bool = False) -> bool:
-        """Whether layers of passes can be CUDA graphs where the GPU computes them alone; split: or with the CPU."""
+        """Whether layers of tasks can be CUDA graphs where the GPU computes them alone; split: or with the CPU."""
         ...
 
     def may_split(self, rows: int) -> bool:

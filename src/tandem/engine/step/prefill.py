@@ -31,7 +31,7 @@ PIECES_AHEAD = 4  # that a device has to do while a step runs: fewer would leave
 
 @runtime_checkable
 class PausingModel(Protocol):
-    """A model that can stop between two layers. What others compute meanwhile changes nothing of the pass."""
+    """A model that can stop between two layers. What others compute meanwhile changes nothing of the task."""
 
     @property
     def depth(self) -> int:

@@ -32,17 +32,17 @@ _log = logging.getLogger(__name__)
 
 class Streams:
     """One for steps that are replayed and for choosing tokens, which has the right of way; one for all other steps.
-    None: there is only one. A third one for passes beside which graphs are replayed, where some multiprocessors are
+    None: there is only one. A third one for tasks beside which graphs are replayed, where some multiprocessors are
     reserved; it is the second one elsewhere."""
 
     def __init__(self, device: torch.device, overlap: bool, reserved_sms: int = 0) -> None:
-        """reserved_sms: multiprocessors that passes leave to steps."""
+        """reserved_sms: multiprocessors that tasks leave to steps."""
         self.steps: torch.cuda.Stream | None = None
-        self._others = self._passes = self.steps
+        self._others = self._tasks = self.steps
         self._reserved_sms = reserved_sms
         if overlap and device.type == "cuda":
             self.steps, self._others = _pair(device)
-            self._passes = reserved_stream(device, reserved_sms) if reserved_sms else self._others
+            self._tasks = reserved_stream(device, reserved_sms) if reserved_sms else self._others
 
     def enter(self) -> None:
         """Before anything is captured. This thread computes on the first one from now on."""
@@ -55,7 +55,7 @@ class Streams:
     def side_stream(self, after: bool = True, reserve_sms: bool = False) -> Iterator[None]:
         """after: what is computed here comes after all that the first stream was given until now. False: it needs
         nothing of that, and a graph may be running there. reserve_sms: `reserved_sms` are left to steps, if any."""
-        stream = self._passes if reserve_sms else self._others
+        stream = self._tasks if reserve_sms else self._others
         if stream is None:
             yield
             return
@@ -66,7 +66,7 @@ class Streams:
 
     def join(self) -> None:
         """The first stream goes on after all that was computed aside."""
-        for stream in (self._others, self._passes):
+        for stream in (self._others, self._tasks):
             if stream is not None and self.steps is not None:
                 self.steps.wait_stream(stream)
 
@@ -76,7 +76,7 @@ class Streams:
 
     def finish(self) -> None:
         """Waits for what was computed aside."""
-        for stream in (self._others, self._passes):
+        for stream in (self._others, self._tasks):
             if stream is not None:
                 stream.synchronize()
 
@@ -170,7 +170,7 @@ class LaunchablePieces(Protocol):
 
 
 class QueuedLaunches:
-    """One pass on its way. error: what ended it before its time."""
+    """One task on its way. error: what ended it before its time."""
 
     def __init__(self, paused: LaunchablePieces) -> None:
         self.paused, self.ended = paused, Event()
@@ -191,7 +191,7 @@ class QueuedLaunches:
 
 
 class LaunchThread:
-    """One thread, one pass at a time. It is made before the engine's thread is pinned to a CPU, so it shares none. A
+    """One thread, one task at a time. It is made before the engine's thread is pinned to a CPU, so it shares none. A
     process ends without waiting for it: the GPU may never answer."""
 
     def __init__(self, enter: Callable[[], object] = lambda: None) -> None:

@@ -10,7 +10,7 @@ Work has two places in a step:
   forgets experts that the step may still have used in CPU memory, asks, decides, chooses what travels next and notes
   what moved.
 
-While a prompt's pass is under way beside steps, exchanges are held: no table, slot or place that it reads may change.
+While a prompt's task is under way beside steps, exchanges are held: no table, slot or place that it reads may change.
 Counting and deciding go on.
 
 What takes longer than the GPU does is measured in both places. The exchanges' part is weighed against what they gain.
@@ -161,7 +161,7 @@ class LiveExperts:
         return self._exchange.under_way or self._all_steps - self._written < SETTLED
 
     def pause(self) -> None:
-        """Before a prompt's pass: what it reads stays as it is until `resume`."""
+        """Before a prompt's task: what it reads stays as it is until `resume`."""
         self._held = True
 
     def resume(self) -> None:
