@@ -11,7 +11,7 @@ void bind_dense(nanobind::module_& m);      // dense.cc: BatchView, Heads, Dense
 void bind_matrix(nanobind::module_& m);     // matrix.cc: Workspace, PackedMatrix
 void bind_packed(nanobind::module_& m);     // packed.cc: MappedFile, packed bytes out of and into the two above
 void bind_fit(nanobind::module_& m);        // fit.cc: fit_groups
-void bind_experts(nanobind::module_& m);    // experts.cc: ExpertLayer
+void bind_experts(nanobind::module_& m);    // experts.cc: ExpertStore
 void bind_patches(nanobind::module_& m);    // patches.cc: PatchOps
 void bind_columns(nanobind::module_& m);    // columns.cc: Columns
 void bind_recurrent(nanobind::module_& m);  // recurrent.cc: RecurrentOps

@@ -36,8 +36,8 @@ std::vector<T> copied(nb::handle array, const char* name, Element element, std::
 
 // Runs every step, over a table of up to 2^18 pages: no Python object per entry.
 BatchView make_batch(nb::handle positions, nb::handle cache_slots, nb::handle query_starts, nb::handle seq_lens,
-                     nb::handle block_tables, int64_t page_size, int64_t num_pages, nb::handle slots, nb::handle folded,
-                     nb::handle sure) {
+                     nb::handle block_tables, int64_t page_size, int64_t num_pages, nb::handle slots,
+                     nb::handle state_lens, nb::handle num_verified) {
   BatchView made(copied<int64_t>(positions, "positions", Element::i64, {kAnySize}),
                  copied<int64_t>(cache_slots, "cache_slots", Element::i64, {kAnySize}),
                  copied<int32_t>(query_starts, "query_starts", Element::i32, {kAnySize}),
@@ -45,9 +45,9 @@ BatchView make_batch(nb::handle positions, nb::handle cache_slots, nb::handle qu
                  copied<int32_t>(block_tables, "block_tables", Element::i32, {kAnySize, kAnySize}),
                  slots.is_none() ? std::vector<int32_t>{} : copied<int32_t>(slots, "slots", Element::i32, {kAnySize}),
                  page_size, num_pages);
-  if (!folded.is_none())
-    made.guess(copied<int32_t>(folded, "folded", Element::i32, {kAnySize}),
-               copied<int32_t>(sure, "sure", Element::i32, {kAnySize}));
+  if (!state_lens.is_none())
+    made.guess(copied<int32_t>(state_lens, "state_lens", Element::i32, {kAnySize}),
+               copied<int32_t>(num_verified, "num_verified", Element::i32, {kAnySize}));
   return made;
 }
 
@@ -268,7 +268,7 @@ void bind_dense(nb::module_& m) {
   nb::class_<BatchView>(m, "BatchView", "A checked copy of a step's index arrays.")
       .def(nb::new_(&make_batch), nb::arg("positions"), nb::arg("cache_slots"), nb::arg("query_starts"),
            nb::arg("seq_lens"), nb::arg("block_tables"), nb::arg("page_size"), nb::arg("num_pages"),
-           nb::arg("slots") = nb::none(), nb::arg("folded") = nb::none(), nb::arg("sure") = nb::none())
+           nb::arg("slots") = nb::none(), nb::arg("state_lens") = nb::none(), nb::arg("num_verified") = nb::none())
       .def("become", &become, nb::arg("other"), "Takes over the indices of another batch of as many rows.");
   nb::class_<DenseOps::Heads>(m, "Heads",
                               "Head counts; a norm size of 0: no q or k norm; value_dim 0: as wide as keys.")

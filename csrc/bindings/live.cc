@@ -16,7 +16,7 @@ namespace {
 
 using ExchangeTuple = std::tuple<int, int, int, int>;
 
-void add_layer(MovingLayers& self, std::shared_ptr<ExpertLayer> cpu, nb::handle slot_of, uint64_t slots,
+void add_layer(MovingLayers& self, std::shared_ptr<ExpertStore> cpu, nb::handle slot_of, uint64_t slots,
                int64_t slot_count) {
   const TensorView entries = view_of(slot_of, "slot_of", {Element::i32}, {cpu->shape().experts}, true);
   self.add({std::move(cpu), static_cast<int32_t*>(entries.data), slots, slot_count});
@@ -32,12 +32,12 @@ void* stream_of(uintptr_t handle) { return reinterpret_cast<void*>(handle); }
 
 void make_turn(ExchangeTurn* self, std::shared_ptr<MovingLayers> layers, std::tuple<uintptr_t, uintptr_t> functions,
                std::tuple<uintptr_t, uintptr_t, uintptr_t> streams, std::tuple<uint64_t, uint64_t, int64_t> tables,
-               const std::vector<ExchangeTuple>& exchanges, const std::vector<uint64_t>& stages) {
+               const std::vector<ExchangeTuple>& exchanges, const std::vector<uint64_t>& buffers) {
   const auto& [copy, query] = functions;
   const auto& [up, down, computing] = streams;
   const auto& [image, table, table_bytes] = tables;
   const auto copy_async = reinterpret_cast<CopyAsync>(copy);
-  auto moves = std::make_unique<ExpertMoves>(std::move(layers), copy_async, exchanges_of(exchanges), stages);
+  auto moves = std::make_unique<ExpertMoves>(std::move(layers), copy_async, exchanges_of(exchanges), buffers);
   new (self) ExchangeTurn(std::move(moves), {copy_async, reinterpret_cast<StreamQuery>(query), stream_of(up),
                                              stream_of(down), stream_of(computing), image, table, table_bytes});
 }
@@ -46,7 +46,7 @@ nb::list troubles_of(ExchangeTurn& self) {
   static constexpr const char* kFates[] = {"dropped", "stranded", "done"};
   nb::list made;
   for (const ExpertMoves::Trouble& t : self.moves().troubles())
-    made.append(nb::make_tuple(t.index, kFates[int(t.fate)], t.keeps_stage, t.ends_layer, t.why));
+    made.append(nb::make_tuple(t.index, kFates[int(t.fate)], t.keeps_buffer, t.ends_layer, t.why));
   return made;
 }
 

@@ -13,7 +13,7 @@
 #include "bindings/bindings.h"
 #include "bindings/names.h"
 #include "bindings/tensor.h"
-#include "experts/store/expert_layer.h"
+#include "experts/store/expert_store.h"
 #include "ops/dense.h"
 #include "ops/matrix.h"
 #include "runtime/bulk_copy.h"
@@ -96,16 +96,16 @@ std::unique_ptr<PackedMatrix> adopt_matrix(std::shared_ptr<Workspace> workspace,
                                         floats);
 }
 
-nb::tuple expert_bytes(nb::handle_t<ExpertLayer> self) {
-  const ByteRange packed = nb::cast<const ExpertLayer&>(self).packed();
+nb::tuple expert_bytes(nb::handle_t<ExpertStore> self) {
+  const ByteRange packed = nb::cast<const ExpertStore&>(self).packed();
   return nb::make_tuple(view(packed.data, packed.bytes, self));
 }
 
-std::tuple<FormatNames, FormatNames, FormatNames> expert_formats(const ExpertLayer& layer) {
+std::tuple<FormatNames, FormatNames, FormatNames> expert_formats(const ExpertStore& layer) {
   return {names_of(layer.shape().gate), names_of(layer.shape().up), names_of(layer.shape().down)};
 }
 
-void adopt_experts(ExpertLayer& layer, std::shared_ptr<MappedFile> file, int64_t offset) {
+void adopt_experts(ExpertStore& layer, std::shared_ptr<MappedFile> file, int64_t offset) {
   layer.adopt(std::move(file), offset);
 }
 

@@ -56,16 +56,17 @@ BatchView::BatchView(std::vector<int64_t> positions_, std::vector<int64_t> cache
   }
 }
 
-void BatchView::guess(std::vector<int32_t> folded_, std::vector<int32_t> sure_) {
-  check(folded_.size() == seq_lens.size() && sure_.size() == seq_lens.size(),
-        "batch: folded, sure and seq_lens differ in length");
+void BatchView::guess(std::vector<int32_t> state_lens_, std::vector<int32_t> num_verified_) {
+  check(state_lens_.size() == seq_lens.size() && num_verified_.size() == seq_lens.size(),
+        "batch: state_lens, num_verified and seq_lens differ in length");
   for (size_t s = 0; s < seq_lens.size(); ++s) {
     const int32_t queries = query_starts[s + 1] - query_starts[s];
-    check(folded_[s] >= 0 && folded_[s] <= seq_lens[s] - queries, "batch: a fold holds tokens that are not there yet");
-    check(sure_[s] >= 0 && sure_[s] <= queries, "batch: more rows are sure than there are");
+    check(state_lens_[s] >= 0 && state_lens_[s] <= seq_lens[s] - queries,
+          "batch: a fold holds tokens that are not there yet");
+    check(num_verified_[s] >= 0 && num_verified_[s] <= queries, "batch: more rows are verified than there are");
   }
-  folded = std::move(folded_);
-  sure = std::move(sure_);
+  state_lens = std::move(state_lens_);
+  num_verified = std::move(num_verified_);
 }
 
 void DenseOps::fill_memory(float* data, int64_t bytes, float value) const {

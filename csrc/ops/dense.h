@@ -19,8 +19,8 @@ struct BatchView {
             int64_t page_size, int64_t num_pages);
 
   // Of each sequence: tokens that its slot's folds hold, and its rows that are surely tokens; the others are guesses.
-  // Without it folds hold all tokens before, and all rows are sure. Throws as the constructor does.
-  void guess(std::vector<int32_t> folded, std::vector<int32_t> sure);
+  // Without it folds hold all tokens before, and all rows are verified. Throws as the constructor does.
+  void guess(std::vector<int32_t> state_lens, std::vector<int32_t> num_verified);
 
   int64_t rows() const { return static_cast<int64_t>(positions.size()); }
   int64_t sequences() const { return static_cast<int64_t>(seq_lens.size()); }
@@ -28,8 +28,8 @@ struct BatchView {
 
   std::vector<int64_t> positions, cache_slots;
   std::vector<int32_t> query_starts, seq_lens, block_tables;
-  std::vector<int32_t> slots;         // of what models keep of each sequence beside pages; empty: of nothing
-  std::vector<int32_t> folded, sure;  // see `guess`; empty: nothing is guessed
+  std::vector<int32_t> slots;  // of what models keep of each sequence beside pages; empty: of nothing
+  std::vector<int32_t> state_lens, num_verified;  // see `guess`; empty: nothing is guessed
   int64_t page_size, num_pages;
 };
 

@@ -113,8 +113,8 @@ class BatchView:
         page_size: int,
         num_pages: int,
         slots: object | None = None,
-        folded: object | None = None,
-        sure: object | None = None,
+        state_lens: object | None = None,
+        num_verified: object | None = None,
     ) -> None: ...
     def become(self, other: BatchView) -> None:
         """Takes over the indices of another batch of as many rows."""
@@ -567,7 +567,7 @@ def fit_groups(
     Fills codes int8 [n, K] and scales bfloat16 [n, K / group] for weights float32 [n, K], on the calling thread.
     """
 
-class ExpertLayer:
+class ExpertStore:
     """The routed experts of one layer: gated MLPs of equal shape."""
 
     def __init__(
@@ -616,7 +616,7 @@ class ExpertLayer:
     def copy_all(self, experts: Sequence[int], out: object) -> None:
         """The packed bytes of each, one after the other."""
 
-    def load_from(self, other: ExpertLayer, experts: Sequence[int]) -> None:
+    def load_from(self, other: ExpertStore, experts: Sequence[int]) -> None:
         """Copies them out of a layer packed alike."""
 
     def forget(self, expert: int) -> None:
@@ -704,13 +704,13 @@ def adopt_matrix(
 ) -> PackedMatrix:
     """A matrix whose panels lie in the file; bias may be empty."""
 
-def expert_bytes(layer: ExpertLayer) -> tuple:
+def expert_bytes(layer: ExpertStore) -> tuple:
     """Panels of all experts."""
 
-def expert_formats(layer: ExpertLayer) -> tuple[tuple[str, int, str], tuple[str, int, str], tuple[str, int, str]]:
+def expert_formats(layer: ExpertStore) -> tuple[tuple[str, int, str], tuple[str, int, str], tuple[str, int, str]]:
     """Format, group, scale type of gate, of up and of down."""
 
-def adopt_experts(layer: ExpertLayer, file: MappedFile, offset: int) -> None:
+def adopt_experts(layer: ExpertStore, file: MappedFile, offset: int) -> None:
     """The layer's experts, as they lie in the file."""
 
 class Recording:
@@ -748,7 +748,7 @@ class Mailbox:
     """
 
     def __init__(self, memory: object, tokens: int, hidden: int, top_k: int, late: bool = False) -> None: ...
-    def add(self, layer: ExpertLayer) -> int:
+    def add(self, layer: ExpertStore) -> int:
         """Returns the number that posts call the layer by."""
 
     def defer(self, layer: int, kept: int, routed: int) -> None:
@@ -838,7 +838,7 @@ class MovingLayers:
     """
 
     def __init__(self) -> None: ...
-    def add(self, cpu: ExpertLayer, slot_of: object, slots: int, slot_count: int) -> None:
+    def add(self, cpu: ExpertStore, slot_of: object, slots: int, slot_count: int) -> None:
         """slot_of int32 [experts] is changed in place."""
 
     def add_none(self) -> None:

@@ -7,7 +7,7 @@
 #include <random>
 
 #include "abi/tiers.h"
-#include "experts/store/expert_layer.h"
+#include "experts/store/expert_store.h"
 #include "runtime/tiers.h"
 
 namespace tandem {
@@ -32,7 +32,7 @@ MatrixSource matrix(const std::vector<float>& values, int64_t rows, int64_t dept
   return {values.data(), DType::f32, rows, depth};
 }
 
-void load(ExpertLayer& layer, std::mt19937& random) {
+void load(ExpertStore& layer, std::mt19937& random) {
   for (int expert = 0; expert < kExperts; ++expert) {
     const auto gate = numbers(kWidth * kHidden, random), up = numbers(kWidth * kHidden, random),
                down = numbers(kHidden * kWidth, random);
@@ -45,7 +45,7 @@ bool always_the_same(std::vector<int> nodes) {
   std::mt19937 random(1);
   const auto pool = std::make_shared<WorkerPool>(std::vector<int>{-1, -1}, 200, std::move(nodes));
   const WeightFormat format{Format::f32, 0, ScaleType::f32};
-  ExpertLayer layer(std::make_shared<Workspace>(pool, kScalarVectors),
+  ExpertStore layer(std::make_shared<Workspace>(pool, kScalarVectors),
                     {kExperts, kHidden, kWidth, format, format, {ActivationKind::silu, 0.0f, 0.0f}});
   load(layer, random);
   const std::vector<float> x = numbers(kTokens * kHidden, random), weights = numbers(kTokens * kTopK, random);

@@ -23,11 +23,11 @@ using namespace tandem;
 constexpr int kHidden = 32, kWidth = 16, kTopK = 2, kExperts = 3, kTokens = 2;
 constexpr double kPatience = 60;
 
-std::shared_ptr<ExpertLayer> layer_of(std::shared_ptr<WorkerPool> pool) {
+std::shared_ptr<ExpertStore> layer_of(std::shared_ptr<WorkerPool> pool) {
   std::mt19937 random(1);
   std::normal_distribution<float> normal;
   const WeightFormat format{Format::f32, 0, ScaleType::f32};
-  auto layer = std::make_shared<ExpertLayer>(
+  auto layer = std::make_shared<ExpertStore>(
       std::make_shared<Workspace>(std::move(pool), kScalarVectors),
       ExpertShape{kExperts, kHidden, kWidth, format, format, {ActivationKind::silu, 0.0f, 0.0f}});
   for (int expert = 0; expert < kExperts; ++expert) {

@@ -140,7 +140,7 @@ def test_other_sizes_and_formats_are_packed() -> None:
     with pytest.raises(KernelError, match="only experts"):
         PackedMatrix(workspace, torch.randn(32, 32).bfloat16(), None, "bf16_rows")
     with pytest.raises(KernelError, match="multiples of 32"):
-        _core.ExpertLayer(workspace, 2, 72, 32, rows, rows, rows, "silu", 0.0, 0.0)
+        _core.ExpertStore(workspace, 2, 72, 32, rows, rows, rows, "silu", 0.0, 0.0)
 
 
 def test_a_file_that_became_shorter_is_an_error(tmp_path: Path) -> None:

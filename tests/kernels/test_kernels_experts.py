@@ -370,7 +370,7 @@ def test_a_full_layer_takes_nothing_more_and_keeps_what_it_has() -> None:
     w = weights_of()
     matrices = list(zip(w.gate, w.up, w.down, strict=True))
     some.load_all(4, matrices[4:6])
-    with pytest.raises(ValueError, match="no place is left for expert 7 in a layer that has 3"):
+    with pytest.raises(ValueError, match="no slot is left for expert 7 in a layer that has 3"):
         some.load_all(5, matrices[5:8])
     assert some.loaded == 2
     some.load_packed(0, full.packed(0))
@@ -389,5 +389,5 @@ def test_a_full_layer_takes_nothing_more_and_keeps_what_it_has() -> None:
 
 @pytest.mark.parametrize("places", [-1, EXPERTS + 1])
 def test_wrong_numbers_of_places_are_refused(places: int) -> None:
-    with pytest.raises(ValueError, match="places for them"):
+    with pytest.raises(ValueError, match="slots for them"):
         PackedExperts(cases.workspace_of("scalar"), EXPERTS, HIDDEN, WIDTH, cpu_slots=places)

@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 
 
 LAYER = {  # what a layer of experts on the scalar tier needs
-    "experts/store": "expert_layer expert_bytes expert_rows places node_slices",
-    "experts/run": "expert_run down foreseen_run own_pairs routing_plan",
+    "experts/store": "expert_store expert_bytes expert_rows cpu_slots node_slices",
+    "experts/run": "expert_forward down foreseen_forward own_pairs routing_plan",
     "ops": "workspace integer_rows",
     "format": "grids interleave layout pack quantise scale_table staged",
     "runtime": "worker_pool memory bulk_copy",

@@ -119,17 +119,18 @@ def test_guesses_are_taken_back_or_done_again(tier: str, dtype: torch.dtype, rig
     case, folds = Case(dtype, -5.0), folds_of(tier, SHAPE)
     state = channel_state(torch.randn(SLOTS, HEADS, DIM, DIM), dtype, places=6)
     known, folded = 0, 0
-    for count, sure in STEPS:
-        came = min(count, sure + right)
+    for count, num_verified in STEPS:
+        came = min(count, num_verified + right)
         tries = [(0, slice(known, known + came)), (1, slice(known + came, known + count))]
         gates = ChannelGates(*map(torch.cat, zip(*(case.gates(*each) for each in tries), strict=True)))
         mixed, step = torch.cat([case.mixed[each] for each in tries]), step_of([(2, known, count)])
-        step.batch.state_lens, step.batch.num_verified = torch.tensor([folded]).int(), torch.tensor([sure]).int()
+        batch = step.batch
+        batch.state_lens, batch.num_verified = (torch.tensor([n]).int() for n in (folded, num_verified))
         answers = folds.corrected(mixed, gates, step, state, case.weights)
         wanted = _at_once(folds, case, dtype, (known, came, count))
         error = float((answers - wanted).double().norm() / wanted.double().norm())
         assert error <= (8 * (DIM + LENGTH) * 2.0**-24 if tier == "torch" else 0)
-        folded, known = known + sure, known + came
+        folded, known = known + num_verified, known + came
 
 
 def _at_once(folds: ChannelStateUpdates, case: Case, dtype: torch.dtype, lengths: tuple[int, int, int]) -> Tensor:

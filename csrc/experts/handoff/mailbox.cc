@@ -72,7 +72,7 @@ void Mailbox::check_closed(const char* what) const {
   if (is_open()) throw std::logic_error(std::string("a mailbox cannot ") + what + " while its posts are answered");
 }
 
-int Mailbox::add(std::shared_ptr<ExpertLayer> layer) {
+int Mailbox::add(std::shared_ptr<ExpertStore> layer) {
   check_closed("get a layer");
   if (layer->shape().hidden != shape_.hidden)
     throw std::invalid_argument("the layer's hidden size is " + std::to_string(layer->shape().hidden) +
@@ -112,7 +112,7 @@ void Mailbox::answer_all(int64_t posts, double timeout_seconds) {
     wait_seconds_.add(seconds(posted - patience.since));
     const uint32_t flags = word(memory_, kFlags).load(std::memory_order_relaxed);
     half_ = flags & kSecondHalf ? at_.half : 0;
-    ExpertLayer& asked = answer(!(flags & kLastPost) && (!patience.is_known || i + 1 < posts));
+    ExpertStore& asked = answer(!(flags & kLastPost) && (!patience.is_known || i + 1 < posts));
     word(memory_, kDone).store(++answered_, std::memory_order_release);
     compute_late(asked);
     serve_seconds_.add(seconds(Clock::now() - posted));
@@ -214,7 +214,7 @@ void Mailbox::look_for_hint() {
   foresight_.begin(layers_[layer], {ids, ids + count});
 }
 
-ExpertLayer& Mailbox::answer(bool may_defer) {
+ExpertStore& Mailbox::answer(bool may_defer) {
   const uint32_t layer = word(memory_, kLayer).load(std::memory_order_relaxed);
   const uint32_t tokens = word(memory_, kTokens).load(std::memory_order_relaxed);
   if (layer >= layers_.size() || int64_t(tokens) > shape_.tokens)
@@ -253,14 +253,14 @@ void Mailbox::choose_late(const Late& late, const float* weights) {
   }
 }
 
-void Mailbox::compute_late(ExpertLayer& layer) {
+void Mailbox::compute_late(ExpertStore& layer) {
   if (late_.empty()) return;
   run(layer, late_, true);
   waiting_ = tokens_;
 }
 
 // Of the post that is answered; to the other half, nothing is added to what lies there.
-void Mailbox::run(ExpertLayer& layer, const std::vector<int32_t>& ids, bool to_other_half) {
+void Mailbox::run(ExpertStore& layer, const std::vector<int32_t>& ids, bool to_other_half) {
   layer.forward({{memory_ + at_.x + half_, DType::bf16, tokens_, shape_.hidden},
                  ids.data(),
                  reinterpret_cast<const float*>(memory_ + at_.weights + half_),

@@ -33,7 +33,7 @@
 #include <vector>
 
 #include "experts/run/foresight.h"
-#include "experts/store/expert_layer.h"
+#include "experts/store/expert_store.h"
 #include "runtime/meanwhile.h"
 #include "runtime/tally.h"
 
@@ -74,7 +74,7 @@ class Mailbox {
   Mailbox(uint8_t* memory, const MailboxShape& shape);
 
   // Returns the number that posts call the layer by. This and `defer` throw std::logic_error while posts are answered.
-  int add(std::shared_ptr<ExpertLayer> layer);
+  int add(std::shared_ptr<ExpertStore> layer);
 
   // Other experts of this layer are late from now on, unless a post is the last of its step. Throws
   // std::invalid_argument for a layer that does not exist, or a mailbox of one half.
@@ -140,10 +140,10 @@ class Mailbox {
   void use_time();
   bool do_a_piece();
   bool posted(uint32_t number);
-  ExpertLayer& answer(bool may_defer);  // the layer that was asked
+  ExpertStore& answer(bool may_defer);  // the layer that was asked
   void choose_late(const Late& late, const float* weights);
-  void compute_late(ExpertLayer& layer);
-  void run(ExpertLayer& layer, const std::vector<int32_t>& ids, bool to_other_half);
+  void compute_late(ExpertStore& layer);
+  void run(ExpertStore& layer, const std::vector<int32_t>& ids, bool to_other_half);
 
   uint8_t* memory_;
   MailboxShape shape_;
@@ -152,7 +152,7 @@ class Mailbox {
   std::vector<int32_t> now_, late_;  // of these, in their places, -1 elsewhere
   int64_t half_ = 0, tokens_ = 0;    // of that post
   int64_t waiting_ = 0;              // tokens of late experts, whose sum lies in this half's result; 0: there is none
-  std::vector<std::shared_ptr<ExpertLayer>> layers_;
+  std::vector<std::shared_ptr<ExpertStore>> layers_;
   std::vector<Late> deferring_;  // of each layer
   Foresight foresight_;
   std::mutex work_mutex_;  // the step's thread changes the list; the thread that answers never waits for it

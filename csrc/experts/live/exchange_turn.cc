@@ -16,8 +16,8 @@ std::string cuda_error(int error) { return "CUDA's error " + std::to_string(erro
 
 Meanwhile::Progress ExchangeTurn::piece() noexcept {
   switch (stage_.load(std::memory_order_acquire)) {
-    case Stage::settle:
-      return settle_one();
+    case Stage::assign:
+      return assign_one();
     case Stage::ended:
       return Progress::ended;
     default:
@@ -25,9 +25,9 @@ Meanwhile::Progress ExchangeTurn::piece() noexcept {
   }
 }
 
-Meanwhile::Progress ExchangeTurn::settle_one() {
-  moves_->settle(index_);
-  go_on(Stage::settle, Stage::hide);
+Meanwhile::Progress ExchangeTurn::assign_one() {
+  moves_->assign(index_);
+  go_on(Stage::assign, Stage::hide);
   return Progress::did;
 }
 
@@ -39,14 +39,14 @@ Meanwhile::Progress ExchangeTurn::piece_of_step() noexcept {
       return Progress::did;
     case Stage::travel:
       return look();
-    case Stage::settle:
+    case Stage::assign:
       return Progress::waits;
     case Stage::hide:
-      publish(Stage::hide, Stage::place);
+      publish(Stage::hide, Stage::fill_slot);
       return Progress::did;
-    case Stage::place:
-      moves_->place(index_, device_.computing);
-      go_on(Stage::place, Stage::show);
+    case Stage::fill_slot:
+      moves_->fill_slot(index_, device_.computing);
+      go_on(Stage::fill_slot, Stage::show);
       return Progress::did;
     case Stage::show:
       publish(Stage::show, Stage::ended);
@@ -76,7 +76,7 @@ Meanwhile::Progress ExchangeTurn::look() {
       return Progress::did;
     }
   }
-  enter(Stage::settle);
+  enter(Stage::assign);
   return Progress::did;
 }
 

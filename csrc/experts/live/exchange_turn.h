@@ -41,11 +41,11 @@ class ExchangeTurn final : public Meanwhile {
   int64_t bytes_given() const { return bytes_given_; }
 
  private:
-  enum class Stage { begin, travel, settle, hide, place, show, ended };
+  enum class Stage { begin, travel, assign, hide, fill_slot, show, ended };
 
-  Progress piece() noexcept override;          // the stage `settle`
+  Progress piece() noexcept override;          // the stage `assign`
   Progress piece_of_step() noexcept override;  // all others
-  Progress settle_one();
+  Progress assign_one();
   Progress look();
   void publish(Stage now, Stage then);
   void go_on(Stage now, Stage then);

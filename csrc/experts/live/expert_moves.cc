@@ -17,13 +17,13 @@ std::string failed(int64_t bytes, int error) {
 }  // namespace
 
 ExpertMoves::ExpertMoves(std::shared_ptr<MovingLayers> layers, CopyAsync copy, const std::vector<Exchange>& exchanges,
-                         const std::vector<uint64_t>& stages)
+                         const std::vector<uint64_t>& buffers)
     : layers_(std::move(layers)), copy_(copy) {
-  if (exchanges.size() != stages.size()) throw std::invalid_argument("each exchange needs a stage");
+  if (exchanges.size() != buffers.size()) throw std::invalid_argument("each exchange needs a buffer");
   for (size_t i = 0; i < exchanges.size(); ++i) {
     if (exchanges[i].layer < 0 || size_t(exchanges[i].layer) >= layers_->count())
       throw std::invalid_argument("there is no MoE layer " + std::to_string(exchanges[i].layer));
-    moves_.push_back(Move{exchanges[i], stages[i]});
+    moves_.push_back(Move{exchanges[i], buffers[i]});
   }
 }
 
@@ -33,10 +33,10 @@ void ExpertMoves::each(const Action& action) {
     if (moves_[i].lives) action(i);
 }
 
-void ExpertMoves::fail(size_t index, Fate fate, bool keeps_stage, bool ends_layer, const std::string& why) {
+void ExpertMoves::fail(size_t index, Fate fate, bool keeps_buffer, bool ends_layer, const std::string& why) {
   moves_[index].lives = false;
   if (ends_layer) end_layer(moves_[index]);
-  troubles_.push_back({index, fate, keeps_stage, ends_layer, why});
+  troubles_.push_back({index, fate, keeps_buffer, ends_layer, why});
 }
 
 std::vector<ExpertMoves::Trouble> ExpertMoves::troubles() { return std::exchange(troubles_, {}); }
@@ -60,11 +60,11 @@ std::vector<ExpertMoves::Copy> ExpertMoves::prepared(Move& move) const {
   const MovingLayers::Layer& layer = layers_->at(move.layer);
   move.cpu = layer.cpu;
   std::vector<Copy> copies;
-  for (const auto& [offset, here, bytes] : move.cpu->pieces(move.cpu->place_of(move.coming)))
-    copies.push_back({move.stage + uint64_t(offset), reinterpret_cast<uint64_t>(here), bytes, true});
-  move.place = move.cpu->reserve(move.leaving);
+  for (const auto& [offset, here, bytes] : move.cpu->pieces(move.cpu->cpu_slot_of(move.coming)))
+    copies.push_back({move.buffer + uint64_t(offset), reinterpret_cast<uint64_t>(here), bytes, true});
+  move.cpu_slot = move.cpu->reserve(move.leaving);
   const uint64_t slot = layer.slots + uint64_t(move.slot * move.cpu->bytes_per_expert());
-  for (const auto& [offset, here, bytes] : move.cpu->pieces(move.place))
+  for (const auto& [offset, here, bytes] : move.cpu->pieces(move.cpu_slot))
     copies.push_back({reinterpret_cast<uint64_t>(here), slot + uint64_t(offset), bytes, false});
   return copies;
 }
@@ -74,7 +74,7 @@ int64_t ExpertMoves::begin(size_t index, void* up, void* down) {
   try {
     return give(index, prepared(move), up, down);
   } catch (const std::exception& error) {
-    if (move.place >= 0) move.cpu->release(move.place);
+    if (move.cpu_slot >= 0) move.cpu->release(move.cpu_slot);
     fail(index, Fate::dropped, false, false, error.what());
     return 0;
   }
@@ -84,8 +84,8 @@ int64_t ExpertMoves::give(size_t index, const std::vector<Copy>& copies, void* u
   int64_t given = 0;
   for (const Copy& copy : copies) {
     if (const int error = copy_(copy.target, copy.source, size_t(copy.bytes), copy.up ? up : down)) {
-      const bool lost = given > 0;  // copies may still write into its place and its stage
-      if (!lost) moves_[index].cpu->release(moves_[index].place);
+      const bool lost = given > 0;  // copies may still write into its slot and its buffer
+      if (!lost) moves_[index].cpu->release(moves_[index].cpu_slot);
       fail(index, Fate::dropped, lost, lost, failed(copy.bytes, error));
       return given;
     }
@@ -98,11 +98,11 @@ void ExpertMoves::lose(const std::string& why) {
   each([&](size_t i) { fail(i, Fate::dropped, true, true, why); });
 }
 
-void ExpertMoves::settle(size_t index) {
+void ExpertMoves::assign(size_t index) {
   const Move& move = moves_[index];
   if (!move.lives) return;
   try {
-    move.cpu->settle(move.leaving, move.place);
+    move.cpu->assign(move.leaving, move.cpu_slot);
     layers_->at(move.layer).slot_of[move.leaving] = -1;
   } catch (const std::exception& error) {
     fail(index, Fate::dropped, false, true, error.what());
@@ -125,12 +125,12 @@ void ExpertMoves::undo(const std::string& why) {
   });
 }
 
-void ExpertMoves::place(size_t index, void* stream) {
+void ExpertMoves::fill_slot(size_t index, void* stream) {
   const Move& move = moves_[index];
   if (!move.lives) return;
   const MovingLayers::Layer& layer = layers_->at(move.layer);
   const int64_t bytes = move.cpu->bytes_per_expert();
-  if (const int error = copy_(layer.slots + uint64_t(move.slot * bytes), move.stage, size_t(bytes), stream))
+  if (const int error = copy_(layer.slots + uint64_t(move.slot * bytes), move.buffer, size_t(bytes), stream))
     fail(index, Fate::stranded, false, true, failed(bytes, error));
   else
     layer.slot_of[move.coming] = move.slot;

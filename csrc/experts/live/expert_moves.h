@@ -1,4 +1,4 @@
-// Exchanges of experts between slots on the GPU and places in CPU memory, which go together. Each step of one is a call
+// Exchanges of experts between slots on the GPU and slots in CPU memory, which go together. Each step of one is a call
 // of its own, so that `ExchangeTurn` can do them one at a time while a step runs.
 #pragma once
 
@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "experts/live/exchange.h"
-#include "experts/store/expert_layer.h"
+#include "experts/store/expert_store.h"
 
 namespace tandem {
 
@@ -20,7 +20,7 @@ using CopyAsync = int (*)(uint64_t target, uint64_t source, size_t bytes, void* 
 class MovingLayers {
  public:
   struct Layer {
-    std::shared_ptr<ExpertLayer> cpu;  // null: nothing moves in this layer, or not any more
+    std::shared_ptr<ExpertStore> cpu;  // null: nothing moves in this layer, or not any more
     int32_t* slot_of = nullptr;        // [experts], -1: not on the GPU; what the GPU's tables are copied from
     uint64_t slots = 0;                // address of the first on the GPU
     int64_t slot_count = 0;
@@ -41,29 +41,29 @@ class ExpertMoves {
   enum class Fate { dropped, stranded, done };
   struct Trouble {
     size_t index;
-    Fate fate;         // done: it was made, but its layer has ended
-    bool keeps_stage;  // copies may still write there
+    Fate fate;          // done: it was made, but its layer has ended
+    bool keeps_buffer;  // copies may still write there
     bool ends_layer;
     std::string why;
   };
 
-  // stages: for each exchange the address on the GPU of memory for an expert. Throws std::invalid_argument if there are
-  // not as many, or a layer does not exist.
+  // buffers: for each exchange the address on the GPU of memory for an expert. Throws std::invalid_argument if there
+  // are not as many, or a layer does not exist.
   ExpertMoves(std::shared_ptr<MovingLayers> layers, CopyAsync copy, const std::vector<Exchange>& exchanges,
-              const std::vector<uint64_t>& stages);
+              const std::vector<uint64_t>& buffers);
 
   size_t count() const { return moves_.size(); }
   bool any_lives() const;
 
-  // Reserves a place for the leaving expert. Copies the coming one to its stage, on the stream `up`, and the leaving
-  // one to its place, on `down`. Returns the bytes given.
+  // Reserves a CPU slot for the leaving expert. Copies the coming one to its buffer, on the stream `up`, and the
+  // leaving one to its CPU slot, on `down`. Returns the bytes given.
   int64_t begin(size_t index, void* up, void* down);
-  void lose(const std::string& why);  // all: copies have failed, and places and stages may still be written to
+  void lose(const std::string& why);  // all: copies have failed, and slots and buffers may still be written to
   // Everything has arrived. The leaving expert is in CPU memory from now on, and in no slot;
-  void settle(size_t index);
+  void assign(size_t index);
   void undo(const std::string& why);  // ... or not, none of them: they stay in their slots.
-  // Copies the stage to the slot on `stream`, where the coming expert is from now on;
-  void place(size_t index, void* stream);
+  // Copies the buffer to the slot on `stream`, where the coming expert is from now on;
+  void fill_slot(size_t index, void* stream);
   void strand(const std::string& why);  // ... or not, none of them: they stay in CPU memory, and the slots are lost.
   void forget();                        // All coming experts are in CPU memory no longer.
 
@@ -71,9 +71,9 @@ class ExpertMoves {
 
  private:
   struct Move : Exchange {
-    uint64_t stage;
-    std::shared_ptr<ExpertLayer> cpu = nullptr;
-    int32_t place = -1;
+    uint64_t buffer;
+    std::shared_ptr<ExpertStore> cpu = nullptr;
+    int32_t cpu_slot = -1;
     bool lives = true;
   };
   struct Copy {
@@ -89,7 +89,7 @@ class ExpertMoves {
   void check(const Move& move) const;
   void end_layer(const Move& move) { layers_->at(move.layer).cpu.reset(); }
   void forget_one(size_t index, int expert, Fate fate);
-  void fail(size_t index, Fate fate, bool keeps_stage, bool ends_layer, const std::string& why);
+  void fail(size_t index, Fate fate, bool keeps_buffer, bool ends_layer, const std::string& why);
 
   std::shared_ptr<MovingLayers> layers_;
   CopyAsync copy_;

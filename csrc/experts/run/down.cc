@@ -8,7 +8,7 @@
 // tokens. Cores of unequal speed end those at very different times. Figures: docs/lab/kernel-choices.md.
 #include <algorithm>
 
-#include "experts/run/expert_run.h"
+#include "experts/run/expert_forward.h"
 
 #ifndef TANDEM_RESULT_BYTES  // tests make it smaller
 #define TANDEM_RESULT_BYTES (int64_t{384} << 20)
@@ -28,7 +28,7 @@ static_assert(kMaxChunkTokens * kPairsPerSum * kPairColumns <= kMaxSumFloats);
 }  // namespace
 
 // Of columns; a token's sums of one fit a worker's, too.
-int64_t ExpertRun::rounds_of_down() const {
+int64_t ExpertForward::rounds_of_down() const {
   if (!in_rounds_) return 1;
   const int64_t columns = int64_t{layer_.down_layout_.pairs} * kPairColumns;
   const int64_t bytes = int64_t(plan_.rows.size()) * columns * 4;
@@ -37,10 +37,10 @@ int64_t ExpertRun::rounds_of_down() const {
   return std::min(most, std::max(ceil_div(bytes, kResultBytes / kRoundsKept), ceil_div(2 * columns, kMaxSumFloats)));
 }
 
-void ExpertRun::list_down() {
+void ExpertForward::list_down() {
   const int64_t rounds = rounds_of_down();
   for (int64_t round = 0; round < rounds; ++round) {
-    down_.push_back({&ExpertLayer::down, &NodeSlice::down_pairs, round, rounds, {}, {}});
+    down_.push_back({&ExpertStore::down, &NodeSlice::down_pairs, round, rounds, {}, {}});
     divide(down_.back(), layer_.down_layout_);
   }
   results_stride_ = result_pairs() * kPairColumns + (in_rounds_ ? kResultsApart : 0);
@@ -54,7 +54,7 @@ void ExpertRun::list_down() {
   list_steps();
 }
 
-void ExpertRun::list_steps() {
+void ExpertForward::list_steps() {
   const WorkerPool& pool = workspace_.pool();
   const int64_t rounds = int64_t(down_.size()), sums = ceil_div(call_.x.rows, kTokensPerSum);
   for (int64_t round = 0; round < rounds + in_rounds_; ++round) {
@@ -67,13 +67,13 @@ void ExpertRun::list_steps() {
   }
 }
 
-int64_t ExpertRun::products_of(int64_t round, size_t node) const {
+int64_t ExpertForward::products_of(int64_t round, size_t node) const {
   return round < int64_t(down_.size()) ? down_[size_t(round)].by_node.of_node()[node] : 0;
 }
 
 // Sums take memory's time and products the cores', so they are done side by side, once a quarter of the products is
 // taken: whoever comes early finds products, which are ready.
-ExpertRun::StepTask ExpertRun::task_of(const DownStep& step, int64_t index) const {
+ExpertForward::StepTask ExpertForward::task_of(const DownStep& step, int64_t index) const {
   const auto [node, i] = step.by_node.at(index);
   const int64_t all = step.by_node.of_node()[node], products = products_of(step.round, node);
   const int64_t lead = products / kLead, rest = all - lead;
@@ -83,7 +83,7 @@ ExpertRun::StepTask ExpertRun::task_of(const DownStep& step, int64_t index) cons
   return {node, true, workspace_.pool().first_of(int(node), ceil_div(call_.x.rows, kTokensPerSum)) + before};
 }
 
-void ExpertRun::do_step(const DownStep& step, int64_t index, const Worker& worker) {
+void ExpertForward::do_step(const DownStep& step, int64_t index, const Worker& worker) {
   const StepTask task = task_of(step, index);
   WorkerScratch& scratch = workspace_.scratch(worker.index);
   if (task.adds_up)
@@ -92,14 +92,14 @@ void ExpertRun::do_step(const DownStep& step, int64_t index, const Worker& worke
     down_task(down_[size_t(step.round)], {task.node, task.index}, scratch);
 }
 
-bool ExpertRun::fetch_of_step(const DownStep& step, int64_t index, int64_t at) const {
+bool ExpertForward::fetch_of_step(const DownStep& step, int64_t index, int64_t at) const {
   const StepTask task = task_of(step, index);
   return !task.adds_up && fetch(down_[size_t(step.round)], {task.node, task.index}, at);
 }
 
 // Whether what a task reads is there, and nobody reads what it overwrites. A round is taken early while the one before
 // is computed and the one before that is added up: hence results of three are kept.
-bool ExpertRun::is_ready(const DownStep& step, int64_t index) const {
+bool ExpertForward::is_ready(const DownStep& step, int64_t index) const {
   const StepTask task = task_of(step, index);
   if (step.round > 0) return !task.adds_up;
   if (unfinished_.empty()) return false;
@@ -112,24 +112,24 @@ bool ExpertRun::is_ready(const DownStep& step, int64_t index) const {
 }
 
 // Of a round, at most.
-int64_t ExpertRun::result_pairs() const {
+int64_t ExpertForward::result_pairs() const {
   int64_t pairs = 0;
   for (const NodeSlice& slice : layer_.slices_) pairs += ceil_div(slice.down_pairs, int64_t(down_.size()));
   return pairs;
 }
 
 // Where a node's pairs begin in a round's results.
-int64_t ExpertRun::first_result_pair(const Tasks& round, size_t node) const {
+int64_t ExpertForward::first_result_pair(const Tasks& round, size_t node) const {
   int64_t before = 0;
   for (size_t n = 0; n < node; ++n) before += pairs_of(round, n).count;
   return before;
 }
 
-float* ExpertRun::results_of(const Tasks& round) const {
+float* ExpertForward::results_of(const Tasks& round) const {
   return results_ + round.round % kRoundsKept * int64_t(plan_.rows.size()) * results_stride_;
 }
 
-void ExpertRun::count_columns() {
+void ExpertForward::count_columns() {
   const int64_t pairs = layer_.down_layout_.pairs;
   unfinished_columns_ = std::vector<Countdown>(size_t(ceil_div(pairs, kPairsPerSum)));
   for (int64_t block = 0; block < int64_t(unfinished_columns_.size()); ++block)
@@ -139,7 +139,7 @@ void ExpertRun::count_columns() {
 }
 
 // The others' writes to `results_` happened before their counting.
-void ExpertRun::finish_columns(int64_t first_pair, int64_t pairs, WorkerScratch& scratch) {
+void ExpertForward::finish_columns(int64_t first_pair, int64_t pairs, WorkerScratch& scratch) {
   const int64_t last_pair = first_pair + pairs;
   for (int64_t block = first_pair / kPairsPerSum; block * kPairsPerSum < last_pair; ++block) {
     const int64_t begin = std::max(first_pair, block * kPairsPerSum);
@@ -150,12 +150,12 @@ void ExpertRun::finish_columns(int64_t first_pair, int64_t pairs, WorkerScratch&
 }
 
 // From pair `pair` of all nodes on; null if there is none.
-const float* ExpertRun::down_bias(int expert, int64_t pair) const {
+const float* ExpertForward::down_bias(int expert, int64_t pair) const {
   if (layer_.down_bias_.empty()) return nullptr;
   return layer_.down_bias_.data() + (expert * int64_t{layer_.down_layout_.pairs} + pair) * kPairColumns;
 }
 
-void ExpertRun::down(const Tasks& round, const Piece& piece, WorkerScratch& scratch) {
+void ExpertForward::down(const Tasks& round, const Piece& piece, WorkerScratch& scratch) {
   const Part& part = piece.part;
   const RoutingPlan::Expert& expert = plan_.experts[size_t(part.expert)];
   const int64_t x_stride = hidden_integers_.how().takes(expert.count) ? 0 : hidden_.stride;
@@ -174,7 +174,7 @@ void ExpertRun::down(const Tasks& round, const Piece& piece, WorkerScratch& scra
   if (!in_rounds_) finish_columns(first_pair, piece.pairs, scratch);
 }
 
-void ExpertRun::add_up_columns(int64_t block, WorkerScratch& scratch) {
+void ExpertForward::add_up_columns(int64_t block, WorkerScratch& scratch) {
   const int64_t pairs = std::min(kPairsPerSum, layer_.down_layout_.pairs - block * kPairsPerSum);
   const int64_t first_column = block * kPairsPerSum * kPairColumns, columns = pairs * kPairColumns;
   std::fill_n(scratch.sums, call_.x.rows * columns, 0.0f);
@@ -185,7 +185,7 @@ void ExpertRun::add_up_columns(int64_t block, WorkerScratch& scratch) {
 }
 
 // Of a round's columns.
-void ExpertRun::add_up_tokens(const Tasks& round, int64_t task, WorkerScratch& scratch) {
+void ExpertForward::add_up_tokens(const Tasks& round, int64_t task, WorkerScratch& scratch) {
   const int64_t columns = first_result_pair(round, layer_.slices_.size()) * kPairColumns;
   const int64_t last = std::min(call_.x.rows, (task + 1) * kTokensPerSum);
   const float* const results = results_of(round);
@@ -204,8 +204,8 @@ void ExpertRun::add_up_tokens(const Tasks& round, int64_t task, WorkerScratch& s
 }
 
 // Of tokens and columns of which `sums` are in rows of `columns`.
-void ExpertRun::store_sums(const float* sums, int64_t first_token, int64_t tokens, int64_t first_column,
-                           int64_t columns) {
+void ExpertForward::store_sums(const float* sums, int64_t first_token, int64_t tokens, int64_t first_column,
+                               int64_t columns) {
   const int64_t length = std::min<int64_t>(columns, layer_.shape_.hidden - first_column);
   for (int64_t t = 0; t < tokens; ++t) {
     const int64_t offset = (first_token + t) * layer_.shape_.hidden + first_column;

@@ -14,7 +14,7 @@ bool contains(const std::vector<int32_t>& ids, int32_t id) {
 
 }  // namespace
 
-void Foresight::begin(std::shared_ptr<const ExpertLayer> layer, const std::vector<int32_t>& ids) {
+void Foresight::begin(std::shared_ptr<const ExpertStore> layer, const std::vector<int32_t>& ids) {
   forget();
   for (const int32_t id : ids) {
     if (id < 0 || id >= layer->shape().experts || !layer->is_loaded(id) || contains(ids_, id)) continue;
@@ -34,11 +34,11 @@ void Foresight::end() {
   fetching_ = false;
 }
 
-const std::vector<int32_t>* Foresight::of(const ExpertLayer& layer) const {
+const std::vector<int32_t>* Foresight::of(const ExpertStore& layer) const {
   return layer_.get() == &layer && fetching_ ? &ids_ : nullptr;
 }
 
-void Foresight::compare(const ExpertLayer& layer, const std::vector<int32_t>& ids) {
+void Foresight::compare(const ExpertStore& layer, const std::vector<int32_t>& ids) {
   hinted_.add(int64_t(ids_.size()));
   if (layer_.get() == &layer)
     hits_.add(std::count_if(ids_.begin(), ids_.end(), [&](int32_t id) { return contains(ids, id); }));

@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "experts/store/expert_layer.h"
+#include "experts/store/expert_store.h"
 #include "runtime/tally.h"
 
 namespace tandem {
@@ -16,15 +16,15 @@ constexpr int64_t kMostHintedTokens = 4;  // of a batch: more choose more expert
 class Foresight {
  public:
   // ids: the most probable first. Those that are repeated, do not exist or are not in this layer are left out.
-  void begin(std::shared_ptr<const ExpertLayer> layer, const std::vector<int32_t>& ids);
+  void begin(std::shared_ptr<const ExpertStore> layer, const std::vector<int32_t>& ids);
   bool fetch_a_little();  // by the caller, which waits; false if nothing is left
   void end();
 
-  // Experts of that layer whose shares (ExpertLayer::shared_gate_up) are fetched, in this order; null: none are.
-  const std::vector<int32_t>* of(const ExpertLayer& layer) const;
+  // Experts of that layer whose shares (ExpertStore::shared_gate_up) are fetched, in this order; null: none are.
+  const std::vector<int32_t>* of(const ExpertStore& layer) const;
 
   // What was asked for in the end.
-  void compare(const ExpertLayer& layer, const std::vector<int32_t>& ids);
+  void compare(const ExpertStore& layer, const std::vector<int32_t>& ids);
   void forget();
 
   int64_t hinted() const { return hinted_; }  // experts that were compared, each once per hint
@@ -32,7 +32,7 @@ class Foresight {
   int64_t bytes() const { return bytes_; }    // of their weights that were fetched
 
  private:
-  std::shared_ptr<const ExpertLayer> layer_;  // of the last hint, until it is compared
+  std::shared_ptr<const ExpertStore> layer_;  // of the last hint, until it is compared
   std::vector<int32_t> ids_;
   std::vector<SharedRange> ranges_;
   bool fetching_ = false;

@@ -3,7 +3,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "experts/store/expert_layer.h"
+#include "experts/store/expert_store.h"
 #include "runtime/bulk_copy.h"
 #include "runtime/fill.h"
 
@@ -19,7 +19,7 @@ bool same_slices(const std::vector<NodeSlice>& a, const std::vector<NodeSlice>& 
 
 }  // namespace
 
-void ExpertLayer::pack_to(const std::vector<ExpertSource>& sources, uint8_t* to) const {
+void ExpertStore::pack_to(const std::vector<ExpertSource>& sources, uint8_t* to) const {
   check_packed();
   for (const ExpertSource& source : sources) check_formats(source);
   const auto lock = workspace_->lock();
@@ -30,7 +30,7 @@ void ExpertLayer::pack_to(const std::vector<ExpertSource>& sources, uint8_t* to)
   });
 }
 
-void ExpertLayer::copy_all(const std::vector<int>& experts, uint8_t* to) const {
+void ExpertStore::copy_all(const std::vector<int>& experts, uint8_t* to) const {
   check_packed();
   struct Piece {
     const uint8_t* from;
@@ -45,7 +45,7 @@ void ExpertLayer::copy_all(const std::vector<int>& experts, uint8_t* to) const {
   for (size_t i = 0; i < experts.size(); ++i) {
     uint8_t* const expert = to + int64_t(i) * expert_bytes_;
     for (const NodeSlice& slice : slices_) {
-      const uint8_t* here = panels_ + slice.offset + places_.of(experts[i]) * slice.expert_bytes;
+      const uint8_t* here = panels_ + slice.offset + cpu_slots_.of(experts[i]) * slice.expert_bytes;
       for (const Stretch& stretch : stretches(slice)) {
         add(here, expert + stretch.whole, stretch.bytes());
         here += stretch.bytes();
@@ -59,24 +59,24 @@ void ExpertLayer::copy_all(const std::vector<int>& experts, uint8_t* to) const {
   });
 }
 
-void ExpertLayer::load_from(const ExpertLayer& other, const std::vector<int>& experts) {
+void ExpertStore::load_from(const ExpertStore& other, const std::vector<int>& experts) {
   if (&other == this || !same_slices(slices_, other.slices_) || !(shape_.gate == other.shape_.gate) ||
       !(shape_.up == other.shape_.up) || !(shape_.down == other.shape_.down))
     throw std::invalid_argument("experts are taken from another layer, packed alike");
   other.check_packed();
-  places_.check_room(experts);
+  cpu_slots_.check_room(experts);
   const auto lock = workspace_->lock();
   own_memory();
-  NewPlaces taken(places_);
-  const std::vector<int32_t> places = take_places(taken, experts);
+  NewCpuSlots taken(cpu_slots_);
+  const std::vector<int32_t> cpu_slots = take_cpu_slots(taken, experts);
   const auto pieces_of = [](const NodeSlice& slice) { return (slice.expert_bytes + kCopyBytes - 1) / kCopyBytes; };
   const auto copy = [&](size_t node, int64_t i) {
     const NodeSlice& slice = slices_[node];
     const size_t expert = size_t(i / pieces_of(slice));
     const int64_t at = i % pieces_of(slice) * kCopyBytes;
     const uint8_t* from =
-        other.panels_ + other.slices_[node].offset + other.places_.of(experts[expert]) * slice.expert_bytes;
-    uint8_t* to = memory_.data() + slice.offset + places[expert] * slice.expert_bytes;
+        other.panels_ + other.slices_[node].offset + other.cpu_slots_.of(experts[expert]) * slice.expert_bytes;
+    uint8_t* to = memory_.data() + slice.offset + cpu_slots[expert] * slice.expert_bytes;
     copy_out(from + at, std::min(kCopyBytes, slice.expert_bytes - at), to + at);
   };
   const auto first_from = [&](size_t node, int64_t offset) {
@@ -84,7 +84,7 @@ void ExpertLayer::load_from(const ExpertLayer& other, const std::vector<int>& ex
     if (slice.expert_bytes == 0) return int64_t{0};
     return offset / slice.expert_bytes * pieces_of(slice) + (offset % slice.expert_bytes + kCopyBytes - 1) / kCopyBytes;
   };
-  fill_places(places, first_from, copy);
+  fill_cpu_slots(cpu_slots, first_from, copy);
   taken.keep();
 }
 

@@ -3,7 +3,7 @@
 #include <array>
 #include <stdexcept>
 
-#include "experts/store/expert_layer.h"
+#include "experts/store/expert_store.h"
 #include "runtime/memory.h"
 
 namespace tandem {
@@ -11,11 +11,11 @@ namespace {
 constexpr int64_t kMapBytes = int64_t{2} << 20;  // per task
 }
 
-void ExpertLayer::check_packed() const {
+void ExpertStore::check_packed() const {
   if (in_place()) throw std::invalid_argument("this layer's experts are used where they are; there is no packed copy");
 }
 
-void ExpertLayer::take_rows(const std::vector<int>& experts, const std::vector<ExpertSource>& sources) {
+void ExpertStore::take_rows(const std::vector<int>& experts, const std::vector<ExpertSource>& sources) {
   check_activations();
   std::vector<Rows> found;
   std::vector<ByteRange> parts;
@@ -29,18 +29,18 @@ void ExpertLayer::take_rows(const std::vector<int>& experts, const std::vector<E
   workspace_->pool().for_each(int64_t(parts.size()), [&](int64_t i, const Worker&) {
     map_for_reading(parts[size_t(i)].data, parts[size_t(i)].bytes);
   });
-  NewPlaces taken(places_);
-  take_places(taken, experts);
+  NewCpuSlots taken(cpu_slots_);
+  take_cpu_slots(taken, experts);
   for (size_t i = 0; i < sources.size(); ++i) rows_[size_t(experts[i])] = found[i];
   taken.keep();
 }
 
-std::array<ByteRange, 3> ExpertLayer::matrices(const Rows& rows) const {
+std::array<ByteRange, 3> ExpertStore::matrices(const Rows& rows) const {
   const int64_t gate_up = packed_bytes(gate_up_layout_) / 2, down = packed_bytes(down_layout_);
   return {{{rows.gate, gate_up}, {rows.up, gate_up}, {rows.down, down}}};
 }
 
-std::vector<ByteRange> ExpertLayer::rows_of(int first, int count) const {
+std::vector<ByteRange> ExpertStore::rows_of(int first, int count) const {
   std::vector<ByteRange> ranges;
   for (int expert = first; expert < first + count; ++expert) {
     if (!is_loaded(expert)) continue;

@@ -34,15 +34,15 @@ class ChannelRun {
     memory_ = reinterpret_cast<float*>(call.memory + span.slot * call.memory_stride) + head * call.dim * call.dim;
   }
 
-  // folded: tokens that the memory holds; sure: the first rows, which are no guesses.
-  void run(int64_t folded, int64_t sure) {
+  // state_lens: tokens that the memory holds; num_verified: the first rows, which are no guesses.
+  void run(int64_t state_lens, int64_t num_verified) {
     const int64_t size = call_.dim * call_.dim;
-    if (folded == 0) std::fill_n(memory_, size, 0.0f);
-    for (int64_t t = folded - span_.known; t < 0; ++t) take_in(kept(t));
-    for (int64_t t = 0; t < sure; ++t) row(t);
-    if (sure == span_.count) return;
+    if (state_lens == 0) std::fill_n(memory_, size, 0.0f);
+    for (int64_t t = state_lens - span_.known; t < 0; ++t) take_in(kept(t));
+    for (int64_t t = 0; t < num_verified; ++t) row(t);
+    if (num_verified == span_.count) return;
     const std::vector<float> settled(memory_, memory_ + size);
-    for (int64_t t = sure; t < span_.count; ++t) {
+    for (int64_t t = num_verified; t < span_.count; ++t) {
       row(t);
       keep(t);
     }
@@ -128,7 +128,8 @@ void channel_delta(const DenseOps& dense, const BatchView& batch, const ChannelC
     const size_t s = size_t(task / call.heads);
     const Span span(batch, int64_t(s));
     ChannelRun(dense.kernels, span, call, task % call.heads)
-        .run(batch.folded.empty() ? span.known : batch.folded[s], batch.sure.empty() ? span.count : batch.sure[s]);
+        .run(batch.state_lens.empty() ? span.known : batch.state_lens[s],
+             batch.num_verified.empty() ? span.count : batch.num_verified[s]);
   });
 }
 

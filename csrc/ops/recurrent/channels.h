@@ -26,9 +26,9 @@ struct ChannelCall {
   DType type;
 };
 
-// From the convolution's result to the last projection. A memory is what its sure rows made of it, as in `delta_rule`;
-// one of a sequence without tokens starts from zeros. Throws std::invalid_argument when the batch has no slots, or one
-// that is not there, or too few places for guesses.
+// From the convolution's result to the last projection. A memory is what its verified rows made of it, as in
+// `delta_rule`; one of a sequence without tokens starts from zeros. Throws std::invalid_argument when the batch has no
+// slots, or one that is not there, or too few places for guesses.
 void channel_delta(const DenseOps& dense, const BatchView& batch, const ChannelCall& call);
 
 }  // namespace tandem

@@ -43,8 +43,8 @@ class HeadRun {
     first_row_ = batch.query_starts[size_t(s)];
     rows_ = batch.query_starts[size_t(s) + 1] - first_row_;
     known_ = batch.seq_lens[size_t(s)] - rows_;
-    folded_ = batch.folded.empty() ? known_ : batch.folded[size_t(s)];
-    sure_ = batch.sure.empty() ? rows_ : batch.sure[size_t(s)];
+    state_len_ = batch.state_lens.empty() ? known_ : batch.state_lens[size_t(s)];
+    num_verified_ = batch.num_verified.empty() ? rows_ : batch.num_verified[size_t(s)];
     inputs_ = call.state.inputs + slot * call.state.inputs_stride;
     gates_ = call.state.gates + slot * call.state.gates_stride;
     memory_ = reinterpret_cast<float*>(call.state.memory + slot * call.state.memory_stride) +
@@ -55,11 +55,11 @@ class HeadRun {
 
   void run() {
     const int64_t size = shape_.group() * shape_.k_dim * shape_.v_dim;
-    if (folded_ == 0) std::fill_n(memory_, size, 0.0f);
-    for (int64_t t = folded_ - known_; t < sure_; ++t) row(t);
-    if (sure_ < rows_) {
+    if (state_len_ == 0) std::fill_n(memory_, size, 0.0f);
+    for (int64_t t = state_len_ - known_; t < num_verified_; ++t) row(t);
+    if (num_verified_ < rows_) {
       const std::vector<float> settled(memory_, memory_ + size);
-      for (int64_t t = sure_; t < rows_; ++t) row(t);
+      for (int64_t t = num_verified_; t < rows_; ++t) row(t);
       std::copy(settled.begin(), settled.end(), memory_);
     }
     keep(shape_.q, q_channel(), shape_.k_dim);
@@ -141,7 +141,7 @@ class HeadRun {
   const DeltaShape& shape_;
   const DeltaCall& call_;
   const int64_t head_, size_;
-  int64_t first_row_, rows_, known_, folded_, sure_;
+  int64_t first_row_, rows_, known_, state_len_, num_verified_;
   char *inputs_, *gates_;
   float* memory_;
   std::vector<float> buffer_;

@@ -65,7 +65,7 @@ class BatchViews:
 
 def checked(batch: KernelBatch, num_pages: int, page_size: int) -> _core.BatchView:
     """Raises KernelError when an index points outside the cache."""
-    draft_fields = {"folded": batch.state_lens, "sure": batch.num_verified}
+    draft_fields = {"state_lens": batch.state_lens, "num_verified": batch.num_verified}
     return _core.BatchView(
         positions=batch.positions if batch.turns is None else batch.turns,  # the core only turns rows by them
         cache_slots=batch.cache_slots,

@@ -98,7 +98,7 @@ class Sides:
             gpu.table.copy_(gpu.slot_of)
             for expert in (in_memory[index] != self._in_memory[index]).nonzero().flatten().tolist():
                 if in_memory[index, expert]:
-                    layer.cpu.settle(expert, layer.cpu.reserve(expert))
+                    layer.cpu.assign(expert, layer.cpu.reserve(expert))
                 else:
                     layer.cpu.forget(expert)
         self._in_memory = in_memory

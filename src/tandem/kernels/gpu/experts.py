@@ -1,4 +1,4 @@
-"""`GpuExperts`: `ExpertLayer` in GPU memory, over the packed bytes of the C++ core."""
+"""`GpuExperts`: `LayerExperts` in GPU memory, over the packed bytes of the C++ core."""
 
 from __future__ import annotations
 

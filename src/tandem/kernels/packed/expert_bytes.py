@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tandem._core import ByteRange, ExpertLayer, expert_bytes, expert_formats
+from tandem._core import ByteRange, ExpertStore, expert_bytes, expert_formats
 from tandem.errors import KernelError
 from tandem.kernels.packed.packable import FormatNames, PanelLayout
 
@@ -15,30 +15,30 @@ from tandem.kernels.packed.packable import FormatNames, PanelLayout
 class ExpertPlaces:
     """Experts that somebody else's copies bring and take; what cannot be raises KernelError."""
 
-    _core: ExpertLayer
+    _core: ExpertStore
 
     def reserve(self, expert: int) -> int:
-        """A place for an expert on its way here, which nobody uses until `settle`, or until `release` frees it."""
+        """A CPU slot for an expert on its way here, which nobody uses until `assign`, or until `release` frees it."""
         return self._core.reserve(expert)
 
-    def settle(self, expert: int, cpu_slot: int) -> None:
-        """The expert has arrived in the place that was reserved for it."""
-        self._core.settle(expert, cpu_slot)
+    def assign(self, expert: int, cpu_slot: int) -> None:
+        """The expert has arrived in the slot that was reserved for it."""
+        self._core.assign(expert, cpu_slot)
 
     def release(self, cpu_slot: int) -> None:
-        """Nobody comes into the reserved place."""
+        """Nobody comes into the reserved slot."""
         self._core.release(cpu_slot)
 
     def cpu_slot_of(self, expert: int) -> int:
-        return self._core.place_of(expert)
+        return self._core.cpu_slot_of(expert)
 
     def pieces(self, cpu_slot: int) -> list[tuple[int, int, int]]:
-        """Where a place lies: (offset in an expert's packed bytes, address, bytes), one for each memory node or two."""
+        """Where a slot lies: (offset in an expert's packed bytes, address, bytes), one for each memory node or two."""
         return self._core.pieces(cpu_slot)
 
     def all_cpu_slots(self) -> list[ByteRange]:
         """Ranges in which all slots lie, for each memory node; empty as long as nothing was loaded."""
-        return self._core.all_places()
+        return self._core.all_cpu_slots()
 
     def own_memory(self) -> tuple[int, int]:
         """(address, bytes) of all slots; (0, 0) where nothing was loaded, or all lies in a file."""
@@ -48,10 +48,10 @@ class ExpertPlaces:
 class ExpertBytes:
     """Packed bytes of one, of some, of all, and what they are."""
 
-    _core: ExpertLayer
+    _core: ExpertStore
 
     @property
-    def core(self) -> ExpertLayer:
+    def core(self) -> ExpertStore:
         """The layer in the C++ core."""
         return self._core
 

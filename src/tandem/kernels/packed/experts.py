@@ -33,7 +33,7 @@ WHOLE_ROWS = _core.WeightFormat("bf16_rows", 0, "f32")
 
 
 class PackedExperts(ExpertBytes, ExpertPlaces):
-    """`ExpertLayer` on packed weights: the routed experts of one layer, MLPs of equal shape.
+    """`LayerExperts` on packed weights: the routed experts of one layer, MLPs of equal shape.
 
     fmt and group say how numbers are packed, as in `PackedMatrix`.
     The first expert loaded decides what the layer holds: gate, up and down may have a format each. Where gate and up
@@ -75,7 +75,7 @@ class PackedExperts(ExpertBytes, ExpertPlaces):
     def _make(self) -> None:
         sizes = self.num_experts, self.hidden, self.width
         act = self.activation.kind, self.activation.alpha, self.activation.limit
-        self._core = _core.ExpertLayer(
+        self._core = _core.ExpertStore(
             self._workspace, *sizes, *self._formats, *act, self.cpu_slots, self.int8_activations
         )
         self._forward = self._core.forward
@@ -168,7 +168,7 @@ class PackedExperts(ExpertBytes, ExpertPlaces):
         self._empty = False
 
     def forget(self, expert: int) -> None:
-        """The expert lives elsewhere from now on: its place is free for another."""
+        """The expert lives elsewhere from now on: its slot is free for another."""
         self._core.forget(expert)
         self._used.pop(expert, None)
 

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "experts/run/routing_plan.h"
+#include "experts/store/cpu_slots.h"
 #include "experts/store/node_slices.h"
-#include "experts/store/places.h"
 #include "format/pack.h"
 #include "ops/workspace.h"
 #include "runtime/files/mapped_file.h"
@@ -23,7 +23,7 @@ struct ExpertShape {
   int width;  // of one expert's intermediate activations
   WeightFormat gate, up, down;
   Activation activation;
-  int places = 0;                 // experts that there is memory for; 0: all of them
+  int cpu_slots = 0;              // experts that there is memory for; 0: all of them
   bool int8_activations = false;  // rounded before both products: an explicit choice that costs accuracy
 
   bool gated() const { return is_gated(activation.kind); }
@@ -54,9 +54,9 @@ struct ExpertCall {
   const std::vector<int32_t>* foreseen = nullptr;  // experts whose shares of gate_up were fetched, in this order
 };
 
-class ExpertLayer {
+class ExpertStore {
  public:
-  ExpertLayer(std::shared_ptr<Workspace> workspace, const ExpertShape& shape);
+  ExpertStore(std::shared_ptr<Workspace> workspace, const ExpertShape& shape);
 
   const ExpertShape& shape() const { return shape_; }
   const Workspace& workspace() const { return *workspace_; }
@@ -76,12 +76,12 @@ class ExpertLayer {
   // gate and up have two formats, these are gate's panels, but a pair's bytes are those of both.
   const WeightView& gate_up_layout() const { return gate_up_layout_; }
   const WeightView& down_layout() const { return down_layout_; }
-  bool is_loaded(int expert) const { return places_.has(expert); }
+  bool is_loaded(int expert) const { return cpu_slots_.has(expert); }
   bool in_file() const { return file_ != nullptr; }
   // Whether experts are used where the caller has them, in whole rows (Format::bf16_rows), instead of being packed.
   // Nothing could be copied or moved then. The caller keeps the memory for as long as they are here.
   bool in_place() const { return shape_.gate.format == Format::bf16_rows; }
-  int loaded() const { return places_.taken(); }       // experts that are
+  int loaded() const { return cpu_slots_.taken(); }    // experts that are
   void copy_packed(int expert, uint8_t* to) const;     // bytes_per_expert() of them, of all memory nodes
   void load_packed(int expert, const uint8_t* bytes);  // the inverse
   // The same of many, one after the other in `to`, and what `load` would make of such experts; on all workers
@@ -89,24 +89,24 @@ class ExpertLayer {
   void copy_all(const std::vector<int>& experts, uint8_t* to) const;
   void pack_to(const std::vector<ExpertSource>& sources, uint8_t* to) const;
   // Copies these out of a layer of the same shape on the same workers. Throws std::invalid_argument for any other.
-  void load_from(const ExpertLayer& other, const std::vector<int>& experts);
-  // The expert lives elsewhere from now on, and its place is free. Throws std::invalid_argument if it is not loaded.
+  void load_from(const ExpertStore& other, const std::vector<int>& experts);
+  // The expert lives elsewhere from now on, and its slot is free. Throws std::invalid_argument if it is not loaded.
   void forget(int expert);
 
-  // What is needed to move experts by somebody else's copies. `reserve` gives a place for one on its way here, which
-  // nobody uses until `settle` says whose it is. They throw std::invalid_argument where that cannot be.
+  // What is needed to move experts by somebody else's copies. `reserve` gives a slot for one on its way here, which
+  // nobody uses until `assign` says whose it is. They throw std::invalid_argument where that cannot be.
   struct Piece {
     int64_t offset;  // in the expert's packed bytes, as copy_packed gives them
     uint8_t* here;
     int64_t bytes;
   };
   int32_t reserve(int expert);
-  void settle(int expert, int32_t place);
-  void release(int32_t place);
-  int32_t place_of(int expert) const;
-  std::vector<Piece> pieces(int32_t place);   // in the order of their offsets, as few as can be
-  std::vector<ByteRange> all_places() const;  // of each memory node (see `bytes`); empty while nothing was loaded
-  ByteRange own() const;                      // the memory that places lie in; none if they lie in a file
+  void assign(int expert, int32_t cpu_slot);
+  void release(int32_t cpu_slot);
+  int32_t cpu_slot_of(int expert) const;
+  std::vector<Piece> pieces(int32_t cpu_slot);   // in the order of their offsets, as few as can be
+  std::vector<ByteRange> all_cpu_slots() const;  // of each memory node (see `bytes`); empty while nothing was loaded
+  ByteRange own() const;                         // the memory that slots lie in; none if they lie in a file
   int64_t experts_used() const { return int64_t(plan_.experts.size()); }  // by the last chunk of the last batch
 
   // Packs one expert on the pool. Throws std::out_of_range for an expert that does not exist.
@@ -120,7 +120,7 @@ class ExpertLayer {
   void set_biases(const ExpertBiases& biases);
 
   // What `load` has packed, as it lies in memory (see NodeSlice). Throws std::invalid_argument for a layer that has no
-  // place for some of its experts.
+  // slot for some of its experts.
   ByteRange packed() const;
   // Takes them from before, from a layer with as many nodes and workers: the panels are read where they lie in `file`.
   // Throws std::invalid_argument if sizes do not fit.
@@ -137,16 +137,16 @@ class ExpertLayer {
   WeightView down(int expert, size_t node) const;
   void check_sources(const std::vector<int>& experts, const std::vector<ExpertSource>& sources) const;
   void check_formats(const ExpertSource& source) const;
-  static std::vector<int32_t> take_places(NewPlaces& taken, const std::vector<int>& experts);
-  // fill(node, piece) for all pieces of these places, which are new memory where they follow each other.
+  static std::vector<int32_t> take_cpu_slots(NewCpuSlots& taken, const std::vector<int>& experts);
+  // fill(node, piece) for all pieces of these slots, which are new memory where they follow each other.
   template <class FirstFrom, class Fill>
-  void fill_places(const std::vector<int32_t>& places, const FirstFrom& first_from, const Fill& fill);
+  void fill_cpu_slots(const std::vector<int32_t>& cpu_slots, const FirstFrom& first_from, const Fill& fill);
   // `to`: where a node has the expert.
   void pack_panel_of(uint8_t* to, const ExpertSource& source, const NodeSlice& slice, int64_t panel) const;
   template <class Copy>
   void copy_pieces(int expert, Copy copy) const;
-  int64_t memory_bytes() const { return bytes_of(slices_, places_.count()); }
-  void own_memory();  // of all places, when the first is loaded; throws when they lie in a file
+  int64_t memory_bytes() const { return bytes_of(slices_, cpu_slots_.count()); }
+  void own_memory();  // of all slots, when the first is loaded; throws when they lie in a file
   struct Rows {
     const uint8_t *gate, *up, *down;
   };
@@ -169,7 +169,7 @@ class ExpertLayer {
   void leave_out(const ExpertCall& call) const;
   void run_chunk(const ExpertCall& call, int64_t first, int64_t tokens);
 
-  friend class ExpertRun;
+  friend class ExpertForward;
 
   std::shared_ptr<Workspace> workspace_;
   ExpertShape shape_;
@@ -183,20 +183,21 @@ class ExpertLayer {
   const uint8_t* panels_ = nullptr;
   std::vector<Rows> rows_;                       // in place: where each expert lies
   std::vector<float> gate_up_bias_, down_bias_;  // padded, of all experts; empty: there are none
-  Places places_;
+  CpuSlots cpu_slots_;
   RoutingPlan plan_;
   std::vector<ByteRange> upcoming_;
 };
 
 template <class FirstFrom, class Fill>
-void ExpertLayer::fill_places(const std::vector<int32_t>& places, const FirstFrom& first_from, const Fill& fill) {
-  // While a layer is filled, places follow each other, and so does their memory.
+void ExpertStore::fill_cpu_slots(const std::vector<int32_t>& cpu_slots, const FirstFrom& first_from, const Fill& fill) {
+  // While a layer is filled, slots follow each other, and so does their memory.
   bool together = true;
-  for (size_t i = 1; i < places.size(); ++i) together &= places[i] == places[i - 1] + 1;
+  for (size_t i = 1; i < cpu_slots.size(); ++i) together &= cpu_slots[i] == cpu_slots[i - 1] + 1;
   std::vector<NewMemory> memory;  // elsewhere only its size is right: pieces are given out one by one
   for (const NodeSlice& slice : slices_) {
-    uint8_t* begin = memory_.data() + slice.offset + (together && !places.empty() ? places[0] : 0) * slice.expert_bytes;
-    memory.push_back({begin, begin + slice.expert_bytes * int64_t(places.size())});
+    uint8_t* begin =
+        memory_.data() + slice.offset + (together && !cpu_slots.empty() ? cpu_slots[0] : 0) * slice.expert_bytes;
+    memory.push_back({begin, begin + slice.expert_bytes * int64_t(cpu_slots.size())});
   }
   if (together)
     fill_new(workspace_->pool(), memory, first_from, fill);

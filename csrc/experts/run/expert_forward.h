@@ -10,7 +10,7 @@
 //               there. Many: in rounds of so many columns that some rounds' results fit a buffer of fixed size; a phase
 //               is a round and the sums of the one before (down.cc)
 //
-// Few rows of foreseen experts: tasks of 2 are workers' own (foreseen_run.cc).
+// Few rows of foreseen experts: tasks of 2 are workers' own (foreseen_forward.cc).
 #pragma once
 
 #include <atomic>
@@ -19,13 +19,13 @@
 #include "experts/run/converted_rows.h"
 #include "experts/run/own_pairs.h"
 #include "experts/run/task_sizes.h"
-#include "experts/store/expert_layer.h"
+#include "experts/store/expert_store.h"
 
 namespace tandem {
 
-class ExpertRun {
+class ExpertForward {
  public:
-  ExpertRun(ExpertLayer& layer, const ExpertCall& call);
+  ExpertForward(ExpertStore& layer, const ExpertCall& call);
   void run();
 
  private:
@@ -37,14 +37,14 @@ class ExpertRun {
     int64_t first, count;
   };
   struct Tasks {  // of phases 2 and 3: the parts' pairs of panels in a row, cut for every node
-    WeightView (ExpertLayer::*weights)(int expert, size_t node) const;
+    WeightView (ExpertStore::*weights)(int expert, size_t node) const;
     int64_t NodeSlice::* pairs;  // of a part,
     int64_t round, rounds;       // of which so many are done one after the other
     std::vector<Division> of_node;
     NodeTasks by_node;
   };
   struct DownStep {  // a phase of down: a round, then the sums of the one before
-    ExpertRun* run;
+    ExpertForward* run;
     int64_t round;
     NodeTasks by_node;
 
@@ -121,7 +121,7 @@ class ExpertRun {
     std::atomic<int32_t> left{0};
   };
 
-  ExpertLayer& layer_;
+  ExpertStore& layer_;
   const ExpertCall& call_;
   const RoutingPlan& plan_;
   Workspace& workspace_;
@@ -132,7 +132,7 @@ class ExpertRun {
   PreparedRows x_;
   PreparedRows hidden_;  // row i: intermediate activations of plan_.rows[i]
   std::vector<Part> parts_;
-  Tasks gate_up_{&ExpertLayer::gate_up, &NodeSlice::gate_up_pairs, 0, 1, {}, {}};
+  Tasks gate_up_{&ExpertStore::gate_up, &NodeSlice::gate_up_pairs, 0, 1, {}, {}};
   OwnPairs own_;             // instead of gate_up_, where experts were foreseen
   std::vector<Tasks> down_;  // of each round
   std::vector<DownStep> steps_;

@@ -1,4 +1,4 @@
-#include "experts/run/expert_run.h"
+#include "experts/run/expert_forward.h"
 
 #include <algorithm>
 #include <cstring>
@@ -13,7 +13,7 @@ constexpr int64_t kAheadStepBytes = 1024;    // a fraction of a microsecond: the
 
 }  // namespace
 
-ExpertRun::ExpertRun(ExpertLayer& layer, const ExpertCall& call)
+ExpertForward::ExpertForward(ExpertStore& layer, const ExpertCall& call)
     : layer_(layer),
       call_(call),
       plan_(layer.plan_),
@@ -38,7 +38,7 @@ ExpertRun::ExpertRun(ExpertLayer& layer, const ExpertCall& call)
 }
 
 // Decided by all rows of an expert, for both of its products.
-void ExpertRun::choose_integers() {
+void ExpertForward::choose_integers() {
   bool all = true;
   for (const auto& [id, first, count] : plan_.experts) {
     const bool x = takes_x(count), hidden = hidden_integers_.how().takes(count);
@@ -54,7 +54,7 @@ void ExpertRun::choose_integers() {
   hidden_integers_.allocate(workspace_, Workspace::kHiddenCodes);
 }
 
-void ExpertRun::count_pairs() {
+void ExpertForward::count_pairs() {
   if (!converts_at_end_) return;
   unfinished_ = std::vector<Countdown>(plan_.experts.size());
   for (const Part& part : parts_) {
@@ -64,7 +64,7 @@ void ExpertRun::count_pairs() {
 }
 
 // The others' writes to `hidden_` happened before their counting.
-void ExpertRun::finish(const Piece& piece) {
+void ExpertForward::finish(const Piece& piece) {
   if (unfinished_.empty()) return;
   std::atomic<int32_t>& left = unfinished_[size_t(piece.part.expert)].left;
   if (left.fetch_sub(piece.pairs, std::memory_order_acq_rel) > piece.pairs) return;
@@ -76,7 +76,7 @@ void ExpertRun::finish(const Piece& piece) {
   left.store(kComplete, std::memory_order_release);
 }
 
-void ExpertRun::list_parts() {
+void ExpertForward::list_parts() {
   parts_.reserve(plan_.experts.size());
   for (size_t e = 0; e < plan_.experts.size(); ++e) {
     const auto& [id, first, count] = plan_.experts[e];
@@ -88,14 +88,14 @@ void ExpertRun::list_parts() {
   }
 }
 
-int64_t ExpertRun::most_rows() const {
+int64_t ExpertForward::most_rows() const {
   int32_t most = 0;
   for (const Part& part : parts_) most = std::max(most, part.rows);
   return most;
 }
 
 // Many rows: equal tasks, as wide as a call can be, since each gathers its rows.
-void ExpertRun::divide(Tasks& tasks, const WeightView& layout) const {
+void ExpertForward::divide(Tasks& tasks, const WeightView& layout) const {
   const int64_t most = has_many_rows() ? workspace_.most_pairs(most_rows()) : table_.blocking.pairs_per_call;
   const int64_t pair_bytes = layout.pair_bytes;
   const int64_t workers = workspace_.pool().size(), nodes = workspace_.pool().nodes(), parts = int64_t(parts_.size());
@@ -112,18 +112,18 @@ void ExpertRun::divide(Tasks& tasks, const WeightView& layout) const {
   }
 }
 
-ExpertRun::Pairs ExpertRun::pairs_of(const Tasks& tasks, size_t node) const {
+ExpertForward::Pairs ExpertForward::pairs_of(const Tasks& tasks, size_t node) const {
   const int64_t pairs = layer_.slices_[node].*tasks.pairs, first = pairs * tasks.round / tasks.rounds;
   return {first, pairs * (tasks.round + 1) / tasks.rounds - first};
 }
 
-int64_t ExpertRun::mean_rows() const {
+int64_t ExpertForward::mean_rows() const {
   return int64_t(plan_.rows.size()) / std::max<int64_t>(1, int64_t(plan_.experts.size()));
 }
 
-bool ExpertRun::has_many_rows() const { return mean_rows() >= table_.blocking.many_expert_rows; }
+bool ExpertForward::has_many_rows() const { return mean_rows() >= table_.blocking.many_expert_rows; }
 
-void ExpertRun::run() {
+void ExpertForward::run() {
   const PreparedRows given{static_cast<const uint8_t*>(call_.x.data), call_.x.length * bytes_of(call_.x.type)};
   const auto convert_x = [&](int64_t i) { convert(x_integers_, given, call_.x.type, i); };
   const auto convert_hidden = [&](int64_t i) { convert(hidden_integers_, hidden_, hidden_type_, i); };
@@ -155,26 +155,26 @@ void ExpertRun::run() {
 }
 
 // Finding digits takes longer than copying.
-int64_t ExpertRun::converted_each(int64_t rows) const {
+int64_t ExpertForward::converted_each(int64_t rows) const {
   return std::clamp<int64_t>(rows / (kTasksPerWorker * workspace_.pool().size()), 1, kPrepareRows);
 }
 
-int64_t ExpertRun::tasks_of(const ConvertedRows& rows) const {
+int64_t ExpertForward::tasks_of(const ConvertedRows& rows) const {
   return ceil_div(rows.count(), converted_each(rows.count()));
 }
 
-void ExpertRun::prepare(int64_t task) {
+void ExpertForward::prepare(int64_t task) {
   const int64_t first = task * kPrepareRows, last = std::min(call_.x.rows, first + kPrepareRows);
   prepare_rows(table_, layer_.gate_up_layout_, call_.x, first, last, const_cast<uint8_t*>(x_.data));
 }
 
-void ExpertRun::convert(const ConvertedRows& rows, const PreparedRows& from, DType type, int64_t task) const {
+void ExpertForward::convert(const ConvertedRows& rows, const PreparedRows& from, DType type, int64_t task) const {
   const int64_t each = converted_each(rows.count()), first = task * each;
   rows.convert(from, type, first, std::min(rows.count(), first + each));
 }
 
-MatmulFn ExpertRun::find_x(const RoutingPlan::Expert& expert, int64_t first, int64_t rows,
-                           WorkerScratch& scratch) const {
+MatmulFn ExpertForward::find_x(const RoutingPlan::Expert& expert, int64_t first, int64_t rows,
+                               WorkerScratch& scratch) const {
   const bool integers = takes_x(expert.count);
   for (int64_t r = 0; r < rows; ++r) {
     const int32_t token = plan_.rows[size_t(first + r)].token;
@@ -183,8 +183,8 @@ MatmulFn ExpertRun::find_x(const RoutingPlan::Expert& expert, int64_t first, int
   return integers ? x_integers_.how().kernel() : matmul_of(table_, layer_.gate_up_layout_.format, rows);
 }
 
-MatmulFn ExpertRun::find_hidden(const RoutingPlan::Expert& expert, int64_t first, int64_t rows,
-                                WorkerScratch& scratch) const {
+MatmulFn ExpertForward::find_hidden(const RoutingPlan::Expert& expert, int64_t first, int64_t rows,
+                                    WorkerScratch& scratch) const {
   const bool integers = hidden_integers_.how().takes(expert.count);
   for (int64_t r = first; r < first + rows; ++r)
     scratch.rows[r - first] = integers ? hidden_integers_.row(r) : hidden_.row(r);
@@ -192,7 +192,7 @@ MatmulFn ExpertRun::find_hidden(const RoutingPlan::Expert& expert, int64_t first
 }
 
 // What lies of pairs [pair, end) in the part that begins with them.
-ExpertRun::Piece ExpertRun::piece_at(const Tasks& tasks, size_t node, int64_t pair, int64_t end) const {
+ExpertForward::Piece ExpertForward::piece_at(const Tasks& tasks, size_t node, int64_t pair, int64_t end) const {
   const Pairs pairs = pairs_of(tasks, node);
   const int64_t index = pair / pairs.count, first = pair - index * pairs.count;
   const Part& part = parts_[size_t(index)];
@@ -205,7 +205,7 @@ ExpertRun::Piece ExpertRun::piece_at(const Tasks& tasks, size_t node, int64_t pa
 }
 
 // Where the task begins that a worker probably takes after this one; null past its node's last.
-const uint8_t* ExpertRun::next_panels(const Tasks& tasks, NodeTasks::Place place) const {
+const uint8_t* ExpertForward::next_panels(const Tasks& tasks, NodeTasks::Place place) const {
   const auto [node, of_node] = place;
   const int64_t next = of_node + workspace_.pool().workers_of(int(node));
   if (next >= tasks.by_node.of_node()[node]) return nullptr;
@@ -215,7 +215,7 @@ const uint8_t* ExpertRun::next_panels(const Tasks& tasks, NodeTasks::Place place
 }
 
 template <class Body>
-void ExpertRun::for_pieces(const Tasks& tasks, NodeTasks::Place place, Body body) const {
+void ExpertForward::for_pieces(const Tasks& tasks, NodeTasks::Place place, Body body) const {
   const auto [node, of_node] = place;
   const auto [begin, end] = tasks.of_node[node].at(of_node);
   for (int64_t pair = begin; pair < end;) {
@@ -231,18 +231,18 @@ void ExpertRun::for_pieces(const Tasks& tasks, NodeTasks::Place place, Body body
   }
 }
 
-void ExpertRun::down_task(const Tasks& round, NodeTasks::Place place, WorkerScratch& scratch) {
+void ExpertForward::down_task(const Tasks& round, NodeTasks::Place place, WorkerScratch& scratch) {
   for_pieces(round, place, [&](const Piece& piece) { down(round, piece, scratch); });
 }
 
 // A step of what may be fetched of a task's weights before its phase begins; false when that is all.
-bool ExpertRun::fetch(const Tasks& tasks, NodeTasks::Place place, int64_t step) const {
+bool ExpertForward::fetch(const Tasks& tasks, NodeTasks::Place place, int64_t step) const {
   const auto [node, of_node] = place;
   const auto [begin, end] = tasks.of_node[node].at(of_node);
   return fetch_step(piece_at(tasks, node, begin, end), step);
 }
 
-bool ExpertRun::fetch_step(const Piece& piece, int64_t step) {
+bool ExpertForward::fetch_step(const Piece& piece, int64_t step) {
   const WeightView& view = piece.weights;
   if (view.pair_bytes == view.panel_bytes && view.second == view.panel_bytes) return false;  // of two formats
   const int64_t steps = ceil_div(view.panel_bytes, kAheadStepBytes), panel = step / steps;
@@ -254,7 +254,7 @@ bool ExpertRun::fetch_step(const Piece& piece, int64_t step) {
 }
 
 // The rows that were found times the piece's weights, to scratch.tile.
-void ExpertRun::multiply(MatmulFn kernel, const Piece& piece, int64_t x_stride, WorkerScratch& scratch) const {
+void ExpertForward::multiply(MatmulFn kernel, const Piece& piece, int64_t x_stride, WorkerScratch& scratch) const {
   const MatmulArgs args{piece.weights,  scratch.rows,    scratch.tile,        tile_stride(piece.pairs),
                         scratch.matmul, piece.part.rows, piece.first_pair,    piece.pairs,
                         piece.next,     x_stride,        workspace_.one_way()};
@@ -263,8 +263,8 @@ void ExpertRun::multiply(MatmulFn kernel, const Piece& piece, int64_t x_stride, 
 
 // Gate and up of two formats, to scratch.tile as one view of both would give it: 16 columns of each in turn. Kernels
 // take pairs of panels, so an odd number of them gets one that is not asked for, before or behind; a node has an even
-// number (see together() in experts/store/expert_layer.cc).
-void ExpertRun::multiply_each(const Piece& piece, WorkerScratch& scratch) const {
+// number (see together() in experts/store/expert_store.cc).
+void ExpertForward::multiply_each(const Piece& piece, WorkerScratch& scratch) const {
   const int32_t extra = piece.pairs % 2, early = piece.first_pair + piece.pairs == piece.weights.pairs ? extra : 0;
   const int32_t calls = (piece.pairs + extra) / 2;
   const int64_t stride = tile_stride(calls), rows = ceil_div(piece.part.rows, kPanelRows) * kPanelRows;
@@ -286,7 +286,7 @@ void ExpertRun::multiply_each(const Piece& piece, WorkerScratch& scratch) const 
   }
 }
 
-void ExpertRun::gate_up(const Piece& piece, WorkerScratch& scratch) {
+void ExpertForward::gate_up(const Piece& piece, WorkerScratch& scratch) {
   const Part& part = piece.part;
   const RoutingPlan::Expert& expert = plan_.experts[size_t(part.expert)];
   const MatmulFn kernel = find_x(expert, part.first_row, part.rows, scratch);
@@ -309,7 +309,7 @@ void ExpertRun::gate_up(const Piece& piece, WorkerScratch& scratch) {
 }
 
 // Padded weights are 0, but 0 times what an earlier call left here could be NaN.
-void ExpertRun::clear_padding(int64_t row) {
+void ExpertForward::clear_padding(int64_t row) {
   const int64_t columns = layer_.gate_up_layout_.pairs * int64_t{layer_.shape_.gated() ? kPanelRows : kPairColumns};
   const int64_t used = columns * bytes_of(hidden_type_);
   std::memset(const_cast<uint8_t*>(hidden_.data) + row * hidden_.stride + used, 0, size_t(hidden_.stride - used));

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "experts/run/expert_run.h"
+#include "experts/run/expert_forward.h"
 
 namespace tandem {
 namespace {
@@ -16,7 +16,7 @@ constexpr int64_t kOwnBytes = 128 * 1024;  // of weights that a worker takes at 
 
 }  // namespace
 
-bool ExpertRun::was_foreseen() const {
+bool ExpertForward::was_foreseen() const {
   if (!call_.foreseen || has_many_rows()) return false;
   const auto is_used = [this](int32_t id) {
     return std::any_of(plan_.experts.begin(), plan_.experts.end(), [id](const auto& used) { return used.id == id; });
@@ -25,7 +25,7 @@ bool ExpertRun::was_foreseen() const {
          std::any_of(call_.foreseen->begin(), call_.foreseen->end(), is_used);
 }
 
-void ExpertRun::list_own() {
+void ExpertForward::list_own() {
   const auto id_of = [this](const Part& part) { return plan_.experts[size_t(part.expert)].id; };
   size_t sorted = 0;
   for (const int32_t id : *call_.foreseen)
@@ -36,20 +36,20 @@ void ExpertRun::list_own() {
   own_.divide(layer_.slices_, std::move(experts), workspace_.pool());
 }
 
-int64_t ExpertRun::own_at_once() const {
+int64_t ExpertForward::own_at_once() const {
   const int64_t pair_bytes = layer_.gate_up_layout_.pair_bytes;
   return std::clamp<int64_t>(kOwnBytes / pair_bytes, 1, table_.blocking.pairs_per_call);
 }
 
 // Of task `index` and those after it that lie in the same worker's share of the same part.
-ExpertRun::Piece ExpertRun::own_piece(int64_t index) const {
+ExpertForward::Piece ExpertForward::own_piece(int64_t index) const {
   const OwnPairs::Place place = own_.at(index);
   const Part& part = parts_[place.part];
   const WeightView weights = layer_.gate_up(plan_.experts[size_t(part.expert)].id, place.node);
   return {part, place.node, weights, int32_t(place.first), int32_t(place.pairs), nullptr};
 }
 
-void ExpertRun::own_gate_up(int64_t first, int64_t count, WorkerScratch& scratch) {
+void ExpertForward::own_gate_up(int64_t first, int64_t count, WorkerScratch& scratch) {
   Piece piece = own_piece(first);
   for (const int64_t end = first + count; first < end;) {
     piece.pairs = int32_t(std::min<int64_t>(piece.pairs, end - first));
