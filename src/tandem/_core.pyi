@@ -314,7 +314,9 @@ class RecurrentOps:
         """gated: float32, what is left before the norm."""
 
 class PatchOps:
-    """Operations between a vision tower's products, on a pool: arrays of bfloat16 or float32."""
+    """
+    Operations between a vision tower's products, on a pool: arrays of bfloat16 or float32.
+    """
 
     def __init__(self, pool: WorkerPool, tier: str) -> None: ...
     def split(
@@ -582,7 +584,7 @@ class ExpertStore:
         activation: str,
         alpha: float,
         limit: float,
-        places: int = 0,
+        cpu_slots: int = 0,
         int8_activations: bool = False,
     ) -> None: ...
     def load(self, expert: int, gate: object, up: object, down: object) -> None: ...
@@ -620,28 +622,28 @@ class ExpertStore:
         """Copies them out of a layer packed alike."""
 
     def forget(self, expert: int) -> None:
-        """It lives elsewhere from now on; its place is free."""
+        """It lives elsewhere from now on; its slot is free."""
 
     def reserve(self, expert: int) -> int:
-        """A place for an expert on its way here, which nobody uses yet."""
+        """A CPU slot for an expert on its way here, which nobody uses yet."""
 
-    def settle(self, expert: int, place: int) -> None:
-        """The expert has arrived in the reserved place."""
+    def assign(self, expert: int, cpu_slot: int) -> None:
+        """The expert has arrived in the reserved slot."""
 
-    def release(self, place: int) -> None:
-        """Nobody comes: the reserved place is free."""
+    def release(self, cpu_slot: int) -> None:
+        """Nobody comes: the reserved slot is free."""
 
-    def place_of(self, expert: int) -> int:
-        """The place that it lies in."""
+    def cpu_slot_of(self, expert: int) -> int:
+        """The CPU slot that it lies in."""
 
-    def pieces(self, place: int) -> list[tuple[int, int, int]]:
+    def pieces(self, cpu_slot: int) -> list[tuple[int, int, int]]:
         """(offset in the packed bytes, address, bytes) of each."""
 
-    def all_places(self) -> list[ByteRange]:
-        """What places lie in, for each memory node; empty: nothing is loaded."""
+    def all_cpu_slots(self) -> list[ByteRange]:
+        """What CPU slots lie in, for each memory node; empty: nothing is loaded."""
 
     def own_memory(self) -> tuple[int, int]:
-        """(address, bytes) of what places lie in; (0, 0): none, or in a file."""
+        """(address, bytes) of what CPU slots lie in; (0, 0): none, or in a file."""
 
     @property
     def in_place(self) -> bool:
@@ -707,7 +709,9 @@ def adopt_matrix(
 def expert_bytes(layer: ExpertStore) -> tuple:
     """Panels of all experts."""
 
-def expert_formats(layer: ExpertStore) -> tuple[tuple[str, int, str], tuple[str, int, str], tuple[str, int, str]]:
+def expert_formats(
+    layer: ExpertStore,
+) -> tuple[tuple[str, int, str], tuple[str, int, str], tuple[str, int, str]]:
     """Format, group, scale type of gate, of up and of down."""
 
 def adopt_experts(layer: ExpertStore, file: MappedFile, offset: int) -> None:

@@ -33,7 +33,7 @@ def turned(x: Tensor, turns: PatchRotation, rows: slice) -> Tensor:
 
 
 class ImageOps(Protocol):
-    """Of one image, block after block: all rows of a block are split before any attends."""
+    """Operations of one image, block after block: all rows of a block are split before any attends."""
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         """x [n, width] → [n, width]."""
