@@ -22,7 +22,7 @@ from tandem.formats.codes import Weight
 from tandem.formats.cut import numbers
 from tandem.formats.reference import stored
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.ops import ExpertBiases, ExpertLayer
+from tandem.kernels.ops import ExpertBiases, ExpertMatrices
 from tandem.kernels.reference import activated
 from tandem.kernels.this_machine import this_machine
 from tandem.spec.activation import Activation, ActivationKind
@@ -61,7 +61,7 @@ class Case:
             out.index_add_(0, token, self.weights[token, slot, None].double() * y)
         return out
 
-    def computed(self, layer: ExpertLayer, device: torch.device) -> Tensor:
+    def computed(self, layer: ExpertMatrices, device: torch.device) -> Tensor:
         layer.load_all(0, self.matrices)
         layer.set_biases(self.biases)
         x, ids, weights = (each.to(device) for each in (self.x, self.ids, self.weights))
@@ -84,7 +84,7 @@ def case_of(kind: ActivationKind, fmt: str, rows: int) -> Case:
     return Case(how, matrices, biases, x.bfloat16(), ids, torch.rand(rows, TOP_K, generator=g))
 
 
-def layers(case: Case) -> Iterator[tuple[str, ExpertLayer, torch.device]]:
+def layers(case: Case) -> Iterator[tuple[str, ExpertMatrices, torch.device]]:
     """(tier, an empty layer, where it computes)."""
     pool, shape = _core.WorkerPool([-1] * 2), (EXPERTS, HIDDEN, case.width, "bf16", case.how)
     cpu = torch.device("cpu")

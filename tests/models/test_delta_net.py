@@ -161,7 +161,7 @@ def test_guesses_beside_others_and_too_many_of_them() -> None:
         delta(wide[:7], narrow[:7], speculative([(1, 4, 4, 7, 1)]), kept)
     with pytest.raises(ValueError, match="tokens that are not there"):
         delta(wide[:1], narrow[:1], speculative([(1, 4, 5, 1, 1)]), kept)
-    with pytest.raises(ValueError, match="more rows are sure"):
+    with pytest.raises(ValueError, match="more rows are verified"):
         delta(wide[:1], narrow[:1], speculative([(1, 4, 4, 1, 2)]), kept)
 
 

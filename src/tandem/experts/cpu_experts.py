@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from tandem.experts.feed import LayerFeed
-from tandem.kernels.ops import ExpertBiases, LayerExperts, Routing, SureRead
+from tandem.kernels.ops import ExpertBiases, ExpertMatrices, Routing, SureRead
 from tandem.kernels.packed.cache import KeptLayer
 from tandem.spec.activation import SILU, Activation
 
@@ -79,7 +79,7 @@ class CpuExperts:
 
     slot_of = None
 
-    def __init__(self, layer: LayerExperts, in_place: bool = False) -> None:
+    def __init__(self, layer: ExpertMatrices, in_place: bool = False) -> None:
         """in_place: the layer uses its experts where they are, so that loading them takes no time."""
         self._layer, self._in_place = layer, in_place
 

@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from tandem.formats.codes import Weight
-from tandem.kernels.ops import LayerExperts, Routing, SureRead
+from tandem.kernels.ops import ExpertMatrices, Routing, SureRead
 
 KEPT_ROWS = 256  # more than any recorded step has
 
 
 class OneExpert:
-    """`MLP` over an `LayerExperts` of one."""
+    """`MLP` over an `ExpertMatrices` of one."""
 
-    def __init__(self, layer: LayerExperts) -> None:
+    def __init__(self, layer: ExpertMatrices) -> None:
         self.packed, self._everyone = layer, _everyone(KEPT_ROWS)
 
     def load(self, gate: Weight, up: Weight, down: Weight) -> None:

@@ -113,7 +113,7 @@ class ExpertBiases(NamedTuple):
     down: Tensor
 
 
-class LayerExperts(Protocol):
+class ExpertMatrices(Protocol):
     """The routed experts of one layer: MLPs of equal shape."""
 
     @property
@@ -155,7 +155,7 @@ class MLP(Protocol):
         ...
 
     def load(self, gate: Weight, up: Weight, down: Weight) -> None:
-        """As `LayerExperts.load`."""
+        """As `ExpertMatrices.load`."""
         ...
 
     def reads(self) -> list[SureRead]:
@@ -218,7 +218,7 @@ class Recorded(Protocol):
 class SureRead(NamedTuple):
     """Weights that every step reads: a whole matrix, or the last `experts` experts of a layer (shared ones)."""
 
-    weights: Linear | LayerExperts
+    weights: Linear | ExpertMatrices
     experts: int = 0
 
 
@@ -257,7 +257,7 @@ class Ops(Protocol):
 
     def experts(
         self, num_experts: int, hidden: int, width: int, fmt: str = "bf16", activation: Activation = SILU
-    ) -> LayerExperts:
+    ) -> ExpertMatrices:
         """An empty expert layer; fill it with `load`."""
         ...
 

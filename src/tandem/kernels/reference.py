@@ -79,7 +79,7 @@ class TorchPerHead:
 
 
 class TorchExperts:
-    """`LayerExperts` as a loop over the experts that were chosen."""
+    """`ExpertMatrices` as a loop over the experts that were chosen."""
 
     def __init__(self, num_experts: int, hidden: int, width: int, fmt: str, activation: Activation) -> None:
         self.hidden, self.width, self.fmt, self._activation = hidden, width, fmt, activation

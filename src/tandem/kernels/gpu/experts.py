@@ -1,4 +1,4 @@
-"""`GpuExperts`: `LayerExperts` in GPU memory, over the packed bytes of the C++ core."""
+"""`GpuExperts`: `ExpertMatrices` in GPU memory, over the packed bytes of the C++ core."""
 
 from __future__ import annotations
 

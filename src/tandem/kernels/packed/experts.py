@@ -33,7 +33,7 @@ WHOLE_ROWS = _core.WeightFormat("bf16_rows", 0, "f32")
 
 
 class PackedExperts(ExpertBytes, ExpertPlaces):
-    """`LayerExperts` on packed weights: the routed experts of one layer, MLPs of equal shape.
+    """`ExpertMatrices` on packed weights: the routed experts of one layer, MLPs of equal shape.
 
     fmt and group say how numbers are packed, as in `PackedMatrix`.
     The first expert loaded decides what the layer holds: gate, up and down may have a format each. Where gate and up
