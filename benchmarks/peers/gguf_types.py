@@ -5,7 +5,8 @@
 LLAMA.CPP is its source and BUILD a folder of static libraries of it (cmake -DBUILD_SHARED_LIBS=OFF). Both engines have
 a process each, with the same file, and take turns: A B B A. Rows: {"bench": "peers", "format": …, "peer": "llama.cpp",
 "ratio": …, "cpu_ratio": …}: its seconds divided by ours, medians of pairs, of a decoded token and of prompts; by the
-clock, and by CPU time, which other users of the machine hardly change where a process has one thread.
+clock, and by CPU time, which other users of the machine hardly change where a process has one thread. With more, what
+llama.cpp's threads spend on waiting counts, too, so they need a quiet machine.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Engine:
     """A process that is told what to do, line by line, and answers with seconds."""
 
     def __init__(self, command: list[str]) -> None:
-        environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_WAIT_POLICY": "active"}
+        environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
         self._run = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
             env=environment,
