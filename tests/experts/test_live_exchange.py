@@ -365,7 +365,7 @@ def test_moves_of_what_does_not_exist_are_refused() -> None:
     for exchange, why in (((2, 0, 0, 5), "no MoE layer 2"), ((-1, 0, 0, 5), "no MoE layer -1")):
         with pytest.raises(KernelError, match=why):
             _core.ExchangeTurn(*given, [exchange], [0])
-    with pytest.raises(KernelError, match="stage"):
+    with pytest.raises(KernelError, match="buffer"):
         _core.ExchangeTurn(*given, [(0, 0, 0, 5)], [])
     with pytest.raises(KernelError, match="slot_of"):
         sides.add(layer.cpu.core, layer.gpu.slot_of[1:].numpy(), 0, 1)
