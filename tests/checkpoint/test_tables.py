@@ -327,9 +327,9 @@ def test_rows_of_tokens_that_come_next_are_read_ahead(tiny_models, tmp_path: Pat
     rows, prompt, ahead = BadRows(monkeypatch), [(7 * i) % 50 + 6 for i in range(40)], set[int]()
     engine, other = (tiny_engine(tiny_models["qwen4_exp"], tmp_path, tables=way) for _ in range(2))
     first = rows.of(other, request("first", prompt[: other.plan.page_size * 2], max_tokens=1))
-    for operator in engine._rows_ahead._operators:
+    assert (engine._rows_ahead is None) == (way == "ram")
+    for operator in engine._rows_ahead._operators if engine._rows_ahead is not None else ():
         operator._find.read_ahead = lambda numbers: ahead.update(numbers.tolist())
-    assert bool(engine._rows_ahead._operators) == (way != "ram")
     of_prompt = rows.of(engine, request("prompt", prompt, max_tokens=1))
     assert way == "ram" or of_prompt - first <= ahead
     of_both = rows.of(engine, request("both", prompt, max_tokens=6, ignore_eos=True))

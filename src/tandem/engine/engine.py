@@ -101,7 +101,7 @@ class Engine:
             max_running=plan.max_running_requests,
             pace=pace_of(parts),
             proposer=self._speculation,
-            on_admit=admission(None if self._encoder is None else self._encoder.hand_to),
+            on_admit=admission(parts, None if self._encoder is None else self._encoder.hand_to),
         )
         slotless = not layout_of(parts).slot_bytes
         # A draft layer runs between steps, where a pass may have its experts on the way. Nobody has shown yet that a
@@ -168,7 +168,8 @@ class Engine:
         if self._encoder is not None:
             self._encoder.hand_out(self._scheduler.running)
         chunks = self._scheduler.next(pauses, pipelines=not recording)
-        self._rows_ahead.of_prompts(chunks)
+        if self._rows_ahead is not None:
+            self._rows_ahead.of_prompts(chunks)
         drawing = perf_counter() - started  # guesses
         if pauses and any(chunk.prefills for chunk in chunks):
             chunks = self._overlap.take(chunks)
@@ -311,7 +312,8 @@ class Engine:
         while active:  # once, and again for those whose guess was right
             tokens = self._chosen(logits, active)
             active = [turn for turn, sampled in zip(active, tokens, strict=False) if self._commit(turn, sampled)]
-        self._rows_ahead.of_answers(turns)
+        if self._rows_ahead is not None:
+            self._rows_ahead.of_answers(turns)
         _count(turns, self._meter, self._recorder if counts else None)
         if counts:
             _commit_rows(self._runner, turns)
@@ -343,7 +345,7 @@ class Engine:
     def _advance(self, turn: SequenceOutput, sampled: Sampled | None) -> bool:
         sequence = turn.sequence
         answer = self._answers.of(sequence)
-        if message := unread(turn):
+        if unread_rows.first_by_slot and (message := unread(turn)):
             turn.end(self._answers.end(sequence, answer.end("error", message), keep=False))
             return False
         if sampled is not None and sampled.token_id < 0:

@@ -20,7 +20,7 @@ class UnreadRows:
 
     def __init__(self) -> None:
         self.last, self.count = "", 0
-        self._first = dict[int, int]()  # by slot: position of the first token whose rows could not be read
+        self.first_by_slot = dict[int, int]()  # position of the first token whose rows could not be read
 
     def note(self, error: CheckpointError) -> None:
         """A token's rows cannot be read."""
@@ -34,11 +34,11 @@ class UnreadRows:
         for token in tokens:
             owner = token if single else int(torch.searchsorted(batch.query_starts[1:], token, right=True))
             slot, position = int(batch.slots[owner]), int(batch.positions[token])
-            self._first[slot] = min(position, self._first.get(slot, position))
+            self.first_by_slot[slot] = min(position, self.first_by_slot.get(slot, position))
 
     def take(self, slot: int, end: int) -> bool:
         """Whether a token before position `end` of the sequence in this slot got no numbers since the last call."""
-        return bool(self._first) and self._first.pop(slot, end) < end
+        return bool(self.first_by_slot) and self.first_by_slot.pop(slot, end) < end
 
 
 unread_rows = UnreadRows()

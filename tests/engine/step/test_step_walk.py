@@ -9,13 +9,21 @@ from replayed_graphs import replayed_engine
 from repo_scripts import script_module
 from tandem.engine.engine import Engine
 from tandem.flags.engine_config import EngineConfig
+from tandem.kernels.unread_rows import unread_rows
 
 MOST = {"prefill": (35, 16), "decode": (31, 13)}
 """Files of the package in all, and of engine/ and server/, on a CPU. They may only become fewer."""
 
 
+@pytest.fixture(autouse=True)
+def nothing_unread(monkeypatch) -> None:
+    """What other tests of this process could not read is looked at in every step."""
+    monkeypatch.setattr(unread_rows, "first_by_slot", {})
+
+
 @pytest.fixture(scope="module")
 def walks(tiny_models):
+    unread_rows.first_by_slot.clear()
     engine = Engine(EngineConfig.from_keywords(str(tiny_models["qwen3_moe"]), max_total_tokens=256, device="cpu"))
     return dict(script_module("step_walk").steps(engine, list(range(1, 40))))
 

@@ -26,12 +26,11 @@ class RowsAhead:
 
     def of_prompts(self, chunks: Iterable[Chunk]) -> None:
         """Before these chunks run: tokens behind each of a prompt."""
-        if self._operators:
-            self._read([self._behind(chunk) for chunk in chunks if chunk.prefills])
+        self._read([self._behind(chunk) for chunk in chunks if chunk.prefills])
 
     def of_answers(self, turns: Iterable[SequenceOutput]) -> None:
         """After a step: the tokens that were chosen in it."""
-        if self._operators and self._answers:
+        if self._answers:
             sequences = (turn.sequence for turn in turns)
             self._read([
                 TokenSpan(each.tokens, each.computed_len, each.total_len)
@@ -52,13 +51,18 @@ class RowsAhead:
             operator.read_ahead(spans)
 
 
-def rows_ahead_of(parts: EngineParts) -> RowsAhead:
-    """Reads ahead for the tables of an engine's model; for none, where they are in memory."""
-    operators = list[ReadsTable]()
-    if isinstance(parts.model, Model) and parts.plan.tables != "ram":
-        blocks = (block for layer in parts.model.layers for block in layer.blocks)
-        operators = [block.operator for block in blocks if isinstance(block.operator, ReadsTable)]
-    return RowsAhead(operators, parts.plan.max_step_tokens, parts.plan.tables == "disk")
+def operators_of(parts: EngineParts) -> list[ReadsTable]:
+    """Operators of an engine's model that read rows of tables from their files."""
+    if not isinstance(parts.model, Model) or parts.plan.tables == "ram":
+        return []
+    blocks = (block for layer in parts.model.layers for block in layer.blocks)
+    return [block.operator for block in blocks if isinstance(block.operator, ReadsTable)]
+
+
+def rows_ahead_of(parts: EngineParts) -> RowsAhead | None:
+    """None: there is nothing to read ahead."""
+    operators = operators_of(parts)
+    return RowsAhead(operators, parts.plan.max_step_tokens, parts.plan.tables == "disk") if operators else None
 
 
 def unread(turn: SequenceOutput) -> str:
@@ -69,8 +73,11 @@ def unread(turn: SequenceOutput) -> str:
     return unread_rows.last
 
 
-def admission(other: Admitted | None) -> Admitted:
-    """Hook of a sequence's admission: what was unread belongs to the one that had its slot before. other: another."""
+def admission(parts: EngineParts, other: Admitted | None) -> Admitted | None:
+    """Hook of a sequence's admission: what was unread belongs to the one that had its slot before. other: another, and
+    the only one where no rows are read."""
+    if not operators_of(parts):
+        return other
 
     def admitted(sequence: Sequence) -> None:
         unread_rows.take(sequence.slot, 0)

@@ -155,8 +155,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
   const auto query_scores = [&](float of_q, float learnt) {
     return as_bf16(q_unit * (shrink * over_lanes<4, 32>(of_q) + k_unit * q_k * learnt));
   };
-  const float4 y =
-      make_float4(query_scores(of_q.x, learnt.x), query_scores(of_q.y, learnt.y), query_scores(of_q.z, learnt.z), query_scores(of_q.w, learnt.w));
+  const float4 y = make_float4(query_scores(of_q.x, learnt.x), query_scores(of_q.y, learnt.y),
+                               query_scores(of_q.z, learnt.z), query_scores(of_q.w, learnt.w));
   const float squares = over_lanes<1, 4>(dot(y, y));
   if (lane == 0) square_parts[warp] = squares;
   __syncthreads();
