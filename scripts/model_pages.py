@@ -41,7 +41,7 @@ FLAGS = {
     "gpus": "--gpu", "ram": "--ram", "bandwidth": "--bandwidth", "cores": "--cpu", "isa": "--isa", "pcie": "--pcie",
 }  # fmt: skip
 WIDTH = 118
-WEIGHTS = ("weights", "dense weights", "experts")  # lines of a ledger
+WEIGHTS = ("weights", "dense weights", "experts", "tables")  # lines of a ledger
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ QUICK = ("glm-4.5-air", "gpt-oss-120b")  # the others: make test-all
 NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in MODELS]
 EXPECTED = {
     "deepseek-v3", "deepseek-v3.2", "deepseek-v4-flash", "qwen3-next", "qwen3.5-35b", "qwen3.5-397b", "qwen3-235b",
-    "qwen3-coder-480b", "glm-4.5-air", "glm-4.6", "glm-5", "gpt-oss-120b", "kimi-k2.5", "minimax-m2",
+    "qwen3-coder-480b", "qwen3.8-flash-next", "glm-4.5-air", "glm-4.6", "glm-5", "glm-5.3-flash", "gpt-oss-120b",
+    "kimi-k2.5", "minimax-m2",
 }  # fmt: skip
 
 
