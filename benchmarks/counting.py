@@ -65,7 +65,7 @@ def gpu_steps(config: str, layers: int | None, batch: int) -> tuple[Step, Step]:
 
     asked = bench_hybrid.HybridFlags(config, ("INT4",), (1.0,), (batch,), layers, 1024, STEPS, 1, None)
     built = [bench_hybrid.build(asked, "INT4", 1.0, empty=True, counted=counted) for counted in (False, True)]
-    plain, counted = (bench_hybrid._decoder(each, batch, 1024) for each in built)
+    plain, counted = (bench_hybrid.decoder(each, batch, 1024) for each in built)
     return plain, counted
 
 

@@ -71,13 +71,13 @@ def added_tokens(shape: StateSpace, rows: int) -> RecurrentTokens:
 
 
 def memory_of(tokens: RecurrentTokens) -> Tensor:
-    (_, heads, width), keys = tokens.values.shape, tokens.asked.shape[2]
+    (_, heads, width), keys = tokens.values.shape, tokens.queries.shape[2]
     return torch.zeros(2, heads, keys, width, device="cuda")
 
 
 def least_ms(tokens: RecurrentTokens) -> float:
     """Lower bound by chunks: each row with the memory, with the other rows' keys and with what they add."""
-    (rows, heads, width), keys = tokens.values.shape, tokens.asked.shape[2]
+    (rows, heads, width), keys = tokens.values.shape, tokens.queries.shape[2]
     nbytes = 4 * (sum(part.numel() for part in tokens if part is not None) + tokens.values.numel())
     corrects = tokens.beta is not None
     of_row = (3 if corrects else 2) * keys * width + CHUNK * (width + keys) * (2 if corrects else 1)

@@ -62,7 +62,7 @@ def variants(demo: Path, folder: Path, ggml: Path | None) -> Iterator[tuple[str,
     from tandem.quality.stream import Variant
 
     yield UNROUNDED, 16.0, lambda: Variant(demo, tier=_other_tier())
-    yield "2 late experts", 16.0, lambda: Variant(demo, late=2)
+    yield "2 late experts", 16.0, lambda: Variant(demo, deferred=2)
     for method, bits in (("INT8", 8.5), ("INT4", 4.5)):
         yield f"`--kt-method {method}`", bits, partial(Variant, demo, method)
         yield (

@@ -4,6 +4,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -30,6 +31,8 @@ struct StepTokens {
 
 struct NumbersOfRows {
   RowNumbers numbers;
+  std::vector<int64_t> found = {};  // of the last step whose rows a reader was asked for
+  int64_t found_rows = 0;
 
   // ids, positions int64 [T], slots int32 [S], starts int32 [S + 1], which are not looked at where T = S. Sequences
   // behind the last slot that is not 0 only fill up, and are left out.
@@ -71,6 +74,14 @@ struct NumbersOfRows {
     if (step.rows <= kFewRows) return write(step, static_cast<int64_t*>(to.data));
     const nb::gil_scoped_release unlocked;
     return write(step, static_cast<int64_t*>(to.data));
+  }
+
+  // Finding changes what is kept of slots, so a step whose rows could not be read is not found again.
+  int64_t last(nb::handle out) const {
+    const TensorView to = view_of(out, "out", {Element::i64}, {kAnySize, numbers.hashes()}, true);
+    expect(to.shape[0] >= found_rows, "row numbers: out has too few rows");
+    std::copy_n(found.data(), found_rows * numbers.hashes(), static_cast<int64_t*>(to.data));
+    return found_rows;
   }
 
   void text(nb::handle ids, nb::handle out) const {
@@ -115,18 +126,19 @@ struct TableReader {
     const TensorView to = view_of(out, "out", {Element::byte}, {kAnySize}, true);
     const int64_t hashes = numbers.numbers.hashes();
     expect(to.shape[0] >= step.rows * hashes * reader->row_bytes(), "a table's reader: out has too few bytes");
-    thread_local std::vector<int64_t> found;
+    std::vector<int64_t>& found = numbers.found;
     if (int64_t(found.size()) < step.rows * hashes) found.resize(size_t(step.rows * hashes));
+    numbers.found_rows = 0;
     auto* bytes = static_cast<uint8_t*>(to.data);
     if (step.rows <= kFewRows) {
-      const int64_t rows = numbers.write(step, found.data());
+      const int64_t rows = numbers.found_rows = numbers.write(step, found.data());
       if (reader->copy_few(found.data(), rows * hashes, bytes)) return rows;
       const nb::gil_scoped_release unlocked;
       reader->read(found.data(), rows * hashes, bytes);
       return rows;
     }
     const nb::gil_scoped_release unlocked;
-    const int64_t rows = numbers.write(step, found.data());
+    const int64_t rows = numbers.found_rows = numbers.write(step, found.data());
     reader->read(found.data(), rows * hashes, bytes);
     return rows;
   }
@@ -172,6 +184,8 @@ void bind_tables(nb::module_& m) {
            nb::arg("sizes"), nb::arg("offsets"))
       .def("find", &NumbersOfRows::find, nb::arg("ids"), nb::arg("positions"), nb::arg("slots"), nb::arg("starts"),
            nb::arg("out"), "Numbers of a step's tokens; returns how many rows are written.")
+      .def("last", &NumbersOfRows::last, nb::arg("out"),
+           "Numbers of the last step whose rows a reader was asked for; returns how many rows are written.")
       .def("text", &NumbersOfRows::text, nb::arg("ids"), nb::arg("out"),
            "Numbers of a text's tokens, but of those that only begin n-grams.")
       .def("copy", &NumbersOfRows::copy, nb::arg("source"), nb::arg("target"), "A slot becomes another's copy.");

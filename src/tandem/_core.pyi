@@ -397,6 +397,11 @@ class RowNumbers:
     def find(self, ids: object, positions: object, slots: object, starts: object, out: object) -> int:
         """Numbers of a step's tokens; returns how many rows are written."""
 
+    def last(self, out: object) -> int:
+        """
+        Numbers of the last step whose rows a reader was asked for; returns how many rows are written.
+        """
+
     def text(self, ids: object, out: object) -> None:
         """Numbers of a text's tokens, but of those that only begin n-grams."""
 

@@ -126,6 +126,23 @@ def test_rows_of_a_step_are_those_of_its_numbers(tmp_path: Path, numbers, way: s
         read.read_step(hashes, *step, out[:-10])
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_that_cannot_be_read_is_not_found_again(tmp_path: Path, numbers, way: str) -> None:
+    """Its tokens are kept by then, and a text longer than what is kept of it would begin with its own end."""
+    read = _table(saved(tmp_path / "m", numbers, 3), way)
+    sizes, offsets = [700, 9000, 600, 8000], [0, ROWS, 0, ROWS]
+    hashes, others = (_core.RowNumbers(3, 2, 9, [3, 5, 7], sizes, offsets) for _ in range(2))
+    expected, last = (torch.empty(512, 4, dtype=torch.int64) for _ in range(2))
+    out = torch.empty(512 * 4 * WIDTH * 4, dtype=torch.uint8)
+    for first in (0, 512):
+        at = torch.arange(first, first + 512)
+        step = at * 11, at, torch.tensor([1]).int(), torch.tensor([0, 512]).int()
+        assert others.find(*step, expected) == 512
+        with pytest.raises(CheckpointError, match="one beyond them"):
+            read.read_step(hashes, *step, out)
+        assert hashes.last(last) == 512 and torch.equal(last, expected)
+
+
 def test_nobody_waits_for_rows_that_were_read_ahead(tmp_path: Path, numbers) -> None:
     read = _table(saved(tmp_path / "m", numbers, 3), "disk")
     read.read_ahead(torch.arange(40))

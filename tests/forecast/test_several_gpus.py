@@ -133,7 +133,8 @@ def test_ranks_make_a_model_fit_that_one_gpu_and_ram_are_too_small_for() -> None
 
 def test_idle_gpus_are_named_with_what_would_use_them() -> None:
     (note,) = [each for each in question(NEXT, "3x4090").plan().notices if "not used" in each]
-    assert note.startswith("GPU 1 (4090), GPU 2 (4090) not used: one is used; --tp 2 divides a model among equal GPUs")
+    began = "GPU 1 (4090), GPU 2 (4090) not used: one is used; --tensor-parallel-size 2 divides a model"
+    assert note.startswith(began)
     (note,) = [each for each in question(NEXT, "3x4090", tp=2).plan().notices if "not used" in each]
     assert note == "GPU 2 (4090) not used: --tp 2 uses 2; CUDA_VISIBLE_DEVICES says which"
     (note,) = [each for each in question(NEXT, "24GB,12GB").plan().notices if "not used" in each]

@@ -234,6 +234,18 @@ def test_the_cache_is_shorter_where_borders_would_take_experts_off_the_gpus() ->
     assert longer.num_pages * longer.page_size >= tokens + 20_000
 
 
+@pytest.mark.parametrize(
+    ("gpus", "rows"), [("16.12GB", 8192), ("16.16GB", 8192), ("16.44GB", 32768), ("16.6GB", 32768)]
+)
+def test_so_it_is_with_a_length_of_chunks_that_was_asked_for(gpus: str, rows: int) -> None:
+    """Borders that nobody uses take no expert's place."""
+    flags = {"pipeline_parallel_size": 2, "kt_method": "INT4", "chunked_prefill_size": rows}
+    asked = question("qwen3-30b-a3b", f"2x{gpus}", **flags)
+    plan = asked.plan()
+    assert plan.gpu is not None and plan.gpu.sizes.experts == asked.model.routed_experts
+    assert plan.gpu.pipelined_chunks == MOST_CHUNKS and plan.max_step_tokens == rows
+
+
 @pytest.mark.parametrize(("chunks", "least", "most"), [(1, 0.95, 1.0), (2, 1.2, 4 / 3), (4, 1.35, 1.6), (8, 1.55, 1.8)])
 def test_a_pipelined_prompt_is_forecast_as_faster_with_each_chunk(chunks: int, least: float, most: float) -> None:
     """Of equal chunks n of 2 stages take n + 1 halves; later chunks attend to more tokens, and take longer."""

@@ -170,3 +170,15 @@ def test_a_survey_keeps_such_experts_off_the_gpu() -> None:
 
     assert unread((int4, int4, fp8), (fp8, fp8, int4)) == ""
     assert unread((int4, int4, int4), (int4, fp8, fp8)).startswith("gates and ups of two formats (layer 1: int4")
+
+
+def test_a_draft_layers_fused_experts_are_no_ups() -> None:
+    """Experts one by one in codes, and the draft layer's as they were; both have layer 0."""
+    int4, bf16 = QuantFormat("int4", "compressed-tensors", 128, 1, "BF16"), QuantFormat("bf16")
+    experts = [
+        (f"model.layers.0.mlp.experts.{expert}.{name}", int4, 100)
+        for expert in range(2)
+        for name in ("gate_proj", "up_proj", "down_proj")
+    ]
+    drafts = [(f"mtp.layers.0.mlp.experts.{name}", bf16, 300) for name in ("gate_up_proj", "down_proj")]
+    assert stored_formats([*experts, *drafts]).experts.unread_by_gpu == ""

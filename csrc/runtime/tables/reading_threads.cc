@@ -1,6 +1,7 @@
 #include "runtime/tables/reading_threads.h"
 
 #include <algorithm>
+#include <system_error>
 #include <utility>
 
 namespace tandem {
@@ -20,9 +21,9 @@ void ReadingThreads::run(int64_t tasks, int64_t step, const Part& body) {
     return;
   }
   std::unique_lock lock(mutex_);
+  start();  // first: what it throws leaves no job behind that refers to this call
   const auto job = std::make_shared<Job>(Job{tasks, step, std::cref(body), 0, 0, nullptr});
   awaited_.push_back(job);
-  start();
   begin_.notify_all();
   while (do_part(*job, lock)) continue;
   end_.wait(lock, [&] { return !job->under_way; });
@@ -32,13 +33,18 @@ void ReadingThreads::run(int64_t tasks, int64_t step, const Part& body) {
 
 void ReadingThreads::queue(int64_t tasks, int64_t step, Part body) {
   const std::lock_guard lock(mutex_);
-  queued_.push_back(std::make_shared<Job>(Job{tasks, step, std::move(body), 0, 0, nullptr}));
   start();
+  if (threads_.empty()) return;  // nobody reads ahead; who needs the rows reads them
+  queued_.push_back(std::make_shared<Job>(Job{tasks, step, std::move(body), 0, 0, nullptr}));
   begin_.notify_all();
 }
 
 void ReadingThreads::start() {
-  while (int(threads_.size()) < count_) threads_.emplace_back([this] { loop(); });
+  try {
+    while (int(threads_.size()) < count_) threads_.emplace_back([this] { loop(); });
+  } catch (const std::system_error&) {
+    // The system gives no more of them: fewer read, and who waits reads, too.
+  }
 }
 
 void ReadingThreads::loop() {

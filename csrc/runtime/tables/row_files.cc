@@ -42,6 +42,7 @@ uint8_t* blocks_of(int64_t bytes) {
   thread_local std::unique_ptr<uint8_t, Free> memory;
   thread_local int64_t size = 0;
   if (size < bytes) {
+    size = 0;
     memory.reset(static_cast<uint8_t*>(std::aligned_alloc(kBlock, size_t(bytes))));
     if (!memory) throw std::bad_alloc();
     size = bytes;

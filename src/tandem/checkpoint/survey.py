@@ -21,7 +21,7 @@ Survey = Mapping[str, tuple[StoredMatrix, int]]
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 KINDS = ("experts", "shared", "dense", "embedding")
-GATES, UPS = ("gate_proj", ".w1"), ("up_proj", ".w3")  # how names of experts' matrices end
+GATES, UPS = (".gate_proj", ".w1"), (".up_proj", ".w3")  # how names of experts' matrices end; `gate_up_proj` is neither
 NUMBERS = ("kv_b_proj", ".k_b_proj", ".v_b_proj", "o_a_proj", "_hc.fn", "hc_fn")  # as `model_config.number_params`
 
 

@@ -33,6 +33,9 @@ def show(report: Report, measured: Mapping[str, float] | None = None) -> None:
     if report.assumed:
         _say(console, report.assumed, "dim")
     _ways(console, "To make it fit", report.to_fit)
+    if report.ledgers and not report.fits:
+        console.print("")
+        _say(console, "What it would take, with as much RAM as it needs:")
     for ledger in report.ledgers:
         console.print("", ledger_table(ledger), sep="\n")
     if report.plan is not None:

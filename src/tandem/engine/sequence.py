@@ -40,7 +40,7 @@ class Sequence:
 
     Lengths, in tokens: 0 < prompt_len <= total_len <= max_len, and computed_len <= total_len is how many of them have
     their K and V in pages. A sequence is decoding when exactly one token, the newest, is not computed yet.
-    folded_len <= computed_len: tokens that its slot's folds hold. Guesses that came are computed, and folded later.
+    state_len <= computed_len: tokens that its slot's folds hold. Guesses that came are computed, and folded later.
     """
 
     __slots__ = (

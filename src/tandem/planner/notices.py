@@ -138,7 +138,7 @@ def _idle_gpus(config: EngineConfig, machine: Machine, used: Gpu) -> Iterator[st
     others = [gpu for gpu in machine.gpus if gpu is not used]
     equal = [gpu for gpu in others if equals(gpu, used)]
     if equal:
-        yield idle_gpus(equal, f"one is used; --tp 2 divides a model among equal GPUs, {HOW_FAST}")
+        yield idle_gpus(equal, f"one is used; --tensor-parallel-size 2 divides a model among equal GPUs, {HOW_FAST}")
     if unequal := [gpu for gpu in others if gpu not in equal]:
         why = f"one is used; --pipeline-parallel-size {len(machine.gpus)} gives unequal GPUs some layers each"
         yield idle_gpus(unequal, f"{why}, {HOW_FAST}")

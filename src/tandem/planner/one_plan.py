@@ -288,7 +288,7 @@ def running_sequences(config: EngineConfig, model: ModelConfig, dtype: str) -> t
 
 
 class PageCounts(NamedTuple):
-    """NumberTypes of pages. windows: of layers that see a window; 0: they keep all tokens."""
+    """Numbers of pages. windows: of layers that see a window; 0: they keep all tokens."""
 
     whole: int
     windows: int

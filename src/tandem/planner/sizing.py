@@ -149,7 +149,10 @@ def _with_long_steps(room: GpuRoom, usual: GpuMemory) -> GpuMemory:
     ranks, whole = request.model.shard.ranks, replace(request.model, shard=ALONE)
     tokens, left = long_step_tokens(request.model), room.left_by_short_steps
     stages, borders = request.config.pipeline_parallel_size, room.borders(GPU_PREFILL_TOKENS)
-    short = _with_prompt_graphs(room, _short_steps(room, borders), borders - left)
+    plain = _short_steps(room, borders)
+    if plain.experts < usual.experts:  # nothing is pipelined then; or a shorter cache makes room for borders
+        plain, borders = _short_steps(room), 0
+    short = _with_prompt_graphs(room, plain, borders - left)
     graphs = stages > 1 or prompt_sizes(request.config, whole)
     if request.config.chunked_prefill_size is not None or not graphs:
         return short

@@ -15,6 +15,7 @@ import torch
 
 from tandem.engine.stages import borders
 from tandem.engine.stages.borders import BUFFERS, BetweenGpus, SameDevice, border
+from tandem.engine.stages.pipeline import Pipeline
 
 CHUNKS, ROWS = 7, 4
 FIRST, SECOND = "gpu 0", "gpu 1"
@@ -201,3 +202,34 @@ def test_streams_run_in_order_alone(gpus: Gpus) -> None:
         mixed.append(stages.read != [[chunk, chunk] for chunk in range(CHUNKS)])
         stages.read.clear()
     assert any(mixed)
+
+
+@pytest.mark.parametrize(
+    ("leaves", "expected"),
+    [
+        ((True,), ["stage 1", "border 0"]),
+        ((True, True), ["stage 1", "border 0", "stage 2", "border 1"]),
+        ((True, False), ["stage 1", "stage 2", "border 0", "border 1"]),
+        ((False, True), ["stage 1", "border 0", "stage 2", "border 1"]),
+    ],
+    ids=str,
+)
+def test_rows_that_stay_on_a_device_keep_their_border_busy(leaves: tuple[bool, ...], expected: list[str]) -> None:
+    """A stage behind them reads what came over the border before."""
+    said = list[str]()
+
+    class Noted:
+        def __init__(self, number: int) -> None:
+            self.leaves, self.number = leaves[number], number
+
+        def passed(self) -> None:
+            said.append(f"border {self.number}")
+
+    pipeline = object.__new__(Pipeline)
+    pipeline._borders, pipeline._num_passed = [Noted(number) for number in range(len(leaves))], 0
+    for number in range(1, len(leaves) + 1):
+        if leaves[number - 1]:
+            pipeline._pass_before(number - 1)
+        said.append(f"stage {number}")
+    pipeline._pass_before(len(leaves))
+    assert said == expected

@@ -23,7 +23,9 @@ from tandem.planner.stages.chunks import BORDER_BUFFERS as BUFFERS
 
 
 class Border(Protocol):
-    """The way from a stage to the next. One chunk after the other."""
+    """The way from a stage to the next. One chunk after the other. leaves: the second stage gets rows of its own."""
+
+    leaves: bool
 
     def crossing(self) -> Any:
         """A context: the chunk's tensors cross in it, by the `Carry` that it gives; then the stage may read them."""
@@ -37,6 +39,8 @@ class Border(Protocol):
 class SameDevice:
     """Both stages are on one device: the second one reads what the first one has written."""
 
+    leaves = False
+
     @contextmanager
     def crossing(self) -> Iterator[Carry]:
         yield lambda source: source
@@ -47,6 +51,8 @@ class SameDevice:
 
 class BetweenGpus:
     """From one GPU to another."""
+
+    leaves = True
 
     def __init__(self, before: torch.device, after: torch.device, rows: int) -> None:
         """rows: of a chunk, at most."""
@@ -81,10 +87,12 @@ class BetweenGpus:
         self._chunks += 1
 
     def _copied(self, source: Tensor, target: Tensor) -> Tensor:
-        source = source.contiguous()
+        given, source = source, source.contiguous()
         self._leaving.wait_stream(torch.cuda.current_stream(self._before))
         with torch.cuda.stream(self._leaving), torch.cuda.stream(self._arriving):
             target.copy_(source, non_blocking=True)
+        if source is not given:
+            source.record_stream(self._leaving)  # nobody has it from here on
         return target
 
     def _buffers_of(self, number: int, source: Tensor) -> list[Tensor]:

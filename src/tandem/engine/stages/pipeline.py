@@ -40,6 +40,7 @@ class Pipeline:
         devices = [stage.device for stage in model.stages]
         self._borders: list[Border] = [border(*each, rows) for each in pairwise(devices)]
         self._under_way = InFlight(devices[-1])
+        self._num_passed = 0  # borders, by the chunk that is given
 
     def wait_for_room(self) -> None:
         """Until each stage has a chunk at most, so that the first one is never without."""
@@ -47,12 +48,12 @@ class Pipeline:
 
     def give(self, batch: ForwardBatch) -> Tensor:
         """Gives the next chunk to all stages; its logits are there when the last stage has computed it."""
-        p = self._begun(batch)
+        self._num_passed, p = 0, self._begun(batch)
         for number in range(1, len(self._model.stages)):
             self._crossed(p, number, batch)
         with self._model.stages[-1].current():
             logits = self._model.logits(p, self._states)
-            self._passed(len(self._borders) - 1)
+            self._pass_before(len(self._borders))
             self._under_way.mark()
         return logits
 
@@ -71,13 +72,16 @@ class Pipeline:
             own_batch = moved(batch, stage.device)
             with self._borders[number - 1].crossing() as carry:
                 p.carry(number, own_batch, carry)
-            self._passed(number - 2)  # what came over the border before may have been carried on as it is
+            if self._borders[number - 1].leaves:  # what came over borders before is carried on as it is elsewhere
+                self._pass_before(number - 1)
             self._prepare(number, batch)
             self._model.run_stage(p, self._states)
 
-    def _passed(self, border_number: int) -> None:
-        if border_number >= 0:
-            self._borders[border_number].passed()
+    def _pass_before(self, end: int) -> None:
+        """The chunk's rows that came over the first `end` borders are read by nothing that is given later."""
+        for each in self._borders[self._num_passed : end]:
+            each.passed()
+        self._num_passed = end
 
     def _prepare(self, number: int, batch: ForwardBatch) -> None:
         self._start.of_stage(number, batch)

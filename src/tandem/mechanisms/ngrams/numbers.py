@@ -40,6 +40,12 @@ class RowNumbers:
             self._core, batch.input_ids, batch.positions, batch.slots, batch.query_starts, out
         )
 
+    def last(self, tokens: int) -> Tensor:
+        """As a call, of the step of up to so many tokens that `read` was called with last: finding them again would
+        begin with what that step has left behind."""
+        numbers = torch.empty((tokens, self._shape.hashes), dtype=torch.int64)
+        return numbers[: self._core.last(numbers)]
+
     def copied(self, source: int, target: int) -> None:
         """One slot becomes another's copy."""
         self._core.copy(source, target)

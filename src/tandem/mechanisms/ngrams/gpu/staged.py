@@ -56,8 +56,10 @@ class StagedRows:
             try:
                 return self.numbers.read(self._stored, batch, memory)
             except CheckpointError:  # of some tokens alone
-                pass
-        numbers, each = self.numbers(batch), self._token_bytes
+                numbers = self.numbers.last(len(batch.input_ids))
+        else:
+            numbers = self.numbers(batch)
+        each = self._token_bytes
 
         def read(part: slice) -> None:
             self._read_rows(numbers[part].view(-1), memory[part.start * each : part.stop * each])
