@@ -309,7 +309,7 @@ def test_more_sequences_than_rows_get_no_guesses(rows: int) -> None:
     """`room` would be below 0: nobody is asked."""
     asked = SimpleNamespace(draft_tokens=lambda sequences, room: pytest.fail(f"asked for {room}"))
     scheduler = object.__new__(Scheduler)
-    scheduler._proposer, scheduler._most_draft_rows = asked, rows
+    scheduler._proposer, scheduler._most_logits_rows = asked, rows
     chunks = [Chunk(SimpleNamespace(), 1, 1)] * 4
     assert scheduler._with_drafts(chunks) is chunks
 

@@ -216,7 +216,7 @@ def test_both_ends_mean_the_same_word() -> None:
 def test_work_is_taken_only_while_posts_are_answered(is_open: bool) -> None:
     """What a step without posts leaves would be done beside a later one, while a prompt may read what it changes."""
     handoff, works = Handoff(SIZES, torch.device("cpu"), 20.0), list[Any]()
-    core = SimpleNamespace(is_open=is_open, between_answers=works.append)
+    core = SimpleNamespace(is_open=is_open, meanwhile=works.append)
     handoff._mailbox = SimpleNamespace(core=core)  # type: ignore[assignment]
     handoff.between_answers("an exchange")  # type: ignore[arg-type]
     assert works == ["an exchange"] * is_open

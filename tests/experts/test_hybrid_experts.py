@@ -199,7 +199,7 @@ def test_an_expert_of_another_format_is_not_packed_elsewhere_either() -> None:
         )
         for w, d in zip(matrices(1), depth, strict=True)
     ]
-    with pytest.raises(KernelError, match="expert 1: gate and up are int8"):
+    with pytest.raises(KernelError, match="expert 1: gate is int8"):
         packer.pack_to([1], [tuple(codes)], out)
 
 

@@ -374,7 +374,7 @@ def test_a_full_layer_takes_nothing_more_and_keeps_what_it_has() -> None:
         some.load_all(5, matrices[5:8])
     assert some.loaded == 2
     some.load_packed(0, full.packed(0))
-    with pytest.raises(ValueError, match="no place is left"):
+    with pytest.raises(ValueError, match="no slot is left"):
         some.load_packed(1, full.packed(1))
     some.load_packed(4, full.packed(4))  # again, in its own place
     assert torch.equal(some.packed(5), full.packed(5))

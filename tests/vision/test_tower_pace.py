@@ -59,7 +59,7 @@ def gaps(pieces: list[float], share: float = DEVICE_SHARE) -> tuple[list[float],
         while left and pace.fits():
             gpu.host += LAUNCH
             gpu.work(left.pop(0))
-            pace.given()
+            pace.launched()
         gpu.work(STEP)
         gpu.host = gpu.busy_until
         ends.append(gpu.host)
@@ -96,7 +96,7 @@ def test_a_step_is_told_what_it_waited_for() -> None:
     pace.begin_image()
     pace.begin(1.0)
     gpu.work(0.001)
-    pace.given()
+    pace.launched()
     assert not pace.fits() and not pace.ended()  # what a piece takes is not known yet
     gpu.work(STEP)
     gpu.host = gpu.busy_until
@@ -113,7 +113,7 @@ def test_a_gpu_never_has_more_to_do_than_some_milliseconds() -> None:
         before = gpu.host
         while pace.fits():
             gpu.work(0.0003)
-            pace.given()
+            pace.launched()
         gpu.host = gpu.busy_until
         assert gpu.host - before <= MOST_SECONDS + 1e-9
     assert pace.seconds > 0.03
@@ -129,7 +129,7 @@ def test_an_idle_gpu_always_has_something_to_do() -> None:
         while left and pace.fits():
             gpu.host += LAUNCH
             gpu.work(0.0003)
-            pace.given()
+            pace.launched()
             left -= 1
     pace.wait(everything=True)
     assert pace.ended() and gpu.host <= 200 * 0.0003 + 4 * LAUNCH
@@ -141,7 +141,7 @@ def test_an_image_that_was_given_up_says_nothing_of_the_next() -> None:
     pace.begin_image()
     pace.begin(1.0)
     gpu.work(0.5)
-    pace.given()
+    pace.launched()
     pace.begin_image()
     assert pace.seconds == 0.0 and pace.ended() and gpu.host == 0.5
     pace.begin(0.001)
@@ -159,7 +159,7 @@ def test_a_cpu_stops_by_the_clock() -> None:
         count = 0
         while pace.fits():
             now[0] += seconds
-            pace.given()
+            pace.launched()
             count += 1
         counts.append(count)
     assert counts[0] == 8 and counts[1] == 2 and pace.ended() and pace.delay() == 0.0

@@ -306,7 +306,8 @@ def test_chunks_have_a_graphs_rows_only_where_a_device_computes_them_alone() -> 
         plan = SimpleNamespace(
             max_step_tokens=4096,
             gpu=SimpleNamespace(
-                streams_experts=ring > 0, prompt_sizes=(512, 2048), shared_tokens=0, pipelined_chunks=1
+                streams_experts=ring > 0, pipelined_chunks=1,
+                sizes=SimpleNamespace(prompt_sizes=(512, 2048), shared_tokens=0),
             ),
         )
         parts = SimpleNamespace(plan=plan, stream_seconds=None, model=None, handoff=object())

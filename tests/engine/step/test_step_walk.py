@@ -17,7 +17,7 @@ MOST = {"prefill": (35, 16), "decode": (31, 13)}
 
 @pytest.fixture(autouse=True)
 def nothing_unread(monkeypatch) -> None:
-    """What other tests of this process could not read is looked at in every step."""
+    """Rows that other tests of this process could not read are looked at in every step."""
     monkeypatch.setattr(unread_rows, "first_by_slot", {})
 
 
