@@ -30,9 +30,9 @@ class Location(IntEnum):
 
 
 class Residency:
-    """Locations of [layers, experts]. One thread changes them, by four transitions: `load` file → CPU, `drop` CPU →
-    file, `rise` CPU → GPU, `sink` GPU → CPU. Each raises EngineError, and changes nothing, where the expert is
-    elsewhere or the slot is taken."""
+    """Locations of [layers, experts], as the policy knows them; steps read `SlotTables`. One thread changes them. C++
+    notes exchanges (`note_exchanges`). Else: `load` file → CPU, `drop` CPU → file, `rise` CPU → GPU, `sink` GPU → CPU;
+    each raises EngineError, and changes nothing, where the expert is elsewhere or the slot is taken."""
 
     def __init__(self, slots: Tensor, in_file: Tensor | None = None) -> None:
         """slots int [layers, experts]: on the GPU, or `NO_SLOT`; in_file bool: of these, who is in no memory."""

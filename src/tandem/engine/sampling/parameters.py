@@ -1,4 +1,5 @@
-"""The table of sampling parameters: the fields of `SamplingSettings`, a line each. No other place lists them.
+"""The table of sampling parameters, a line each. Those that a model may recommend are `SamplingSettings`' and stand in
+`engine/offline/input.py`, too; a GGUF file's are named in `checkpoint/gguf_config.py`.
 
 A line has the name, the type, the default and a `Parameter`: the range, where it is computed, and the dialects. What
 comes from it: bodies of requests (`server/sampling_bodies.py`), checks (`engine/limits.py`), which defaults a model may

@@ -170,7 +170,7 @@ class TowerPace:
         return self._each > 0 and self._ended + (pending + 1) * self._each <= self._budget
 
     def launched(self) -> None:
-        """Behind each piece."""
+        """Notes that a piece was given to the device; called after each."""
         self._watch.mark()
         self._launched += 1
         self._collect()
