@@ -5,8 +5,8 @@
 
 namespace tandem {
 
-// What memories may have to take in again: rows of guesses as they were given, that of the token at position p in place
-// p % places of its sequence's slot.
+// Rows of guesses as they were given, which memories may have to take in again. The row of the token at position p is
+// in place p % places of its sequence's slot.
 struct ChannelInputs {
   char *mixed, *forget, *beta;                       // [places, 3, heads, dim] float; of `type`, as in a call
   int64_t mixed_stride, forget_stride, beta_stride;  // bytes from a slot to the next

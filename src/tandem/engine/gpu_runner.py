@@ -388,7 +388,7 @@ class GpuRunner:
         )
 
     def _capture_prompts(self) -> None:
-        """Where tasks can be overtaken."""
+        """Captures graphs of prefill chunks, where steps can overtake them."""
         self._graphs.capture_prefill(
             self._plan,
             PrefillCapture(

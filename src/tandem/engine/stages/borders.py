@@ -87,12 +87,12 @@ class BetweenGpus:
         self._chunks += 1
 
     def _copied(self, source: Tensor, target: Tensor) -> Tensor:
-        given, source = source, source.contiguous()
+        rows = source.contiguous()
         self._leaving.wait_stream(torch.cuda.current_stream(self._before))
         with torch.cuda.stream(self._leaving), torch.cuda.stream(self._arriving):
-            target.copy_(source, non_blocking=True)
-        if source is not given:
-            source.record_stream(self._leaving)  # nobody has it from here on
+            target.copy_(rows, non_blocking=True)
+        if rows is not source:
+            rows.record_stream(self._leaving)  # nobody has this copy from here on
         return target
 
     def _buffers_of(self, number: int, source: Tensor) -> list[Tensor]:

@@ -27,7 +27,7 @@ from tandem.models.staged import StagedModel
 
 
 def _nothing() -> None:
-    """Where no mask is made."""
+    """Makes no masks, where no row of a batch has one."""
 
 
 class StagedRunner(GpuRunner):

@@ -79,22 +79,22 @@ def _guessed(
     own = ChannelState(*(each[rows.slots[index]] for each in state))
     begin, known = int(rows.begins[index]), int(rows.first[index])
     count = int(rows.last[index]) + 1 - known
-    folded = known if batch.state_lens is None else int(batch.state_lens[index])
-    settled = count if batch.num_verified is None else int(batch.num_verified[index])
+    state_len = known if batch.state_lens is None else int(batch.state_lens[index])
+    num_verified = count if batch.num_verified is None else int(batch.num_verified[index])
     new = [part[begin : begin + count] for part in (mixed, gates.forget, gates.beta)]
-    if folded == 0:
+    if state_len == 0:
         own.memory.zero_()
-    again = (known - torch.arange(known - folded, 0, -1)) % max(1, own.mixed.shape[0])
+    again = (known - torch.arange(known - state_len, 0, -1)) % max(1, own.mixed.shape[0])
     parts = [torch.cat((memory[again].to(part.dtype), part)) for memory, part in zip(own[:3], new, strict=True)]
     tokens = channel_tokens(parts[0], ChannelGates(parts[1], parts[2], parts[1]), weights)
-    settled_rows, guessing, answers = len(again) + settled, own.memory.clone(), list[Tensor]()
+    verified_end, guessing, answers = len(again) + num_verified, own.memory.clone(), list[Tensor]()
     for row in range(len(again) + count):
-        if row == settled_rows:
+        if row == verified_end:
             guessing.copy_(own.memory)
-        answers.append(corrected_row(tokens, row, own.memory if row < settled_rows else guessing))
-    places = (known + torch.arange(settled, count)) % max(1, own.mixed.shape[0])
+        answers.append(corrected_row(tokens, row, own.memory if row < verified_end else guessing))
+    places = (known + torch.arange(num_verified, count)) % max(1, own.mixed.shape[0])
     for memory, part in zip(own[:3], new, strict=True):
-        memory[places] = part[settled:].to(memory.dtype)
+        memory[places] = part[num_verified:].to(memory.dtype)
     return torch.stack(answers[len(again) :])
 
 
