@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from plans import gpu_plan
-from tandem.engine.start.gpu_device import planned_device
+from tandem.engine.start import gpu_device
+from tandem.engine.start.gpu_device import grow_segments, planned_device
 from tandem.errors import ConfigError
 from tandem.machine.gpus import Gpu, detect_gpus, parse_nvidia_smi, usable_gpus
 from tandem.machine.machine import Machine
@@ -100,8 +101,10 @@ PLAN = gpu_plan(name="RTX 4090", uuid="GPU-ab20")
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """PyTorch sees the 4090 as 1 of two; which device was made the current one."""
+    """PyTorch sees the 4090 as 1 of two; which device was made the current one, and
+    -1 - that whose segments grow."""
     made_current: list[int] = []
+    monkeypatch.setattr(gpu_device, "grow_segments", lambda device: made_current.append(-1 - device.index))
     properties = [SimpleNamespace(uuid="aa10"), SimpleNamespace(uuid="AB20")]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(properties))
@@ -114,7 +117,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_the_planned_gpu_is_found_by_its_uuid(cuda: list[int]) -> None:
     assert planned_device(PLAN) == torch.device("cuda", 1)
-    assert cuda == [1] and os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert cuda == [1, -2] and os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert planned_device(replace(PLAN, uuid="")) == torch.device("cuda", 0)
 
 
@@ -122,6 +125,36 @@ def test_an_order_that_was_asked_for_is_kept(cuda: list[int], monkeypatch: pytes
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
     planned_device(PLAN)
     assert os.environ["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Settings that PyTorch's allocator was given."""
+    settings: list[str] = []
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
+    return settings
+
+
+def test_segments_of_gpu_memory_grow(allocator: list[str]) -> None:
+    grow_segments(torch.device("cpu"))
+    assert allocator == ["expandable_segments:True"]
+
+
+def test_segments_that_a_driver_cannot_grow(allocator: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*shape: int, device: torch.device) -> torch.Tensor:
+        raise RuntimeError("CUDA driver error: operation not supported")
+
+    monkeypatch.setattr(torch, "empty", refuses)
+    grow_segments(torch.device("cuda", 0))
+    assert allocator == ["expandable_segments:True", "expandable_segments:False"]
+
+
+def test_an_allocator_that_the_user_set_stays(allocator: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
+    grow_segments(torch.device("cpu"))
+    assert allocator == []
 
 
 def test_a_gpu_that_pytorch_does_not_see(cuda: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """The only file that reads the environment. Nothing here decides a result: flags do. Which GPUs there are, CUDA's own
 variables say.
 
-Variables that tutorials of other engines export (SGLANG_…, FLASHINFER_CUDA_ARCH_LIST, PYTORCH_CUDA_ALLOC_CONF,
-AMX_METHOD, …) are not read, so they are harmless; one says where files go: SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR.
+Variables that tutorials of other engines export (SGLANG_…, FLASHINFER_CUDA_ARCH_LIST, AMX_METHOD, …) are not read, so
+they are harmless; one says where files go: SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR. PyTorch reads those of its own.
 """
 
 from __future__ import annotations
@@ -53,6 +53,11 @@ def ranks_share_gpus() -> bool:
 def number_gpus_by_slot() -> None:
     """CUDA, once it starts in this process, will number GPUs as nvidia-smi does, unless it was told how."""
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+
+
+def allocator_settings() -> str:
+    """PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF, which PyTorch itself reads; "": neither is set."""
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
 
 
 def keep_kernels_where_possible() -> None:
