@@ -293,9 +293,10 @@ def build(
     moving = None if live is None or usage is None else live(plan, side, usage, copies)
     stream = expert_stream(plan, side, copies, moving, usage)
     sizes = plan.gpu.sizes.prompt_sizes if request.prompts and plan.gpu is not None else ()
-    prompts: dict[str, Any] = {"one_stream": meeting is not None}
-    prompts |= {"prompts": sizes} if stream is None else {"alone": False, "splits": split_sizes(sizes)}
-    runner = partial(_runner, plan, config, model, side, usage, moving, begin_step(side, stream, moving), prompts)
+    splits = split_sizes(sizes) if stream else ()
+    sizes = () if stream else sizes
+    graphs = GraphPlan((), 0, prompts=sizes, no_decodes=not stream, splits=splits, one_stream=meeting is not None)
+    runner = partial(_runner, plan, config, model, side, usage, moving, begin_step(side, stream, moving), graphs)
     return Built(plan, config, side, runner(), workers, usage, expert_bytes(config, fmt), runner, stream)
 
 
@@ -307,7 +308,7 @@ def _runner(
     usage: ExpertUsage | None,
     live: LiveExperts | None,
     begin: StepHooks,
-    prompts: dict[str, Any],
+    prompt_graphs: GraphPlan,
 ) -> GpuRunner:
     assert plan.gpu is not None
     layout = config.state_layout(plan.dtype, plan.page_size, plan.draft_tokens)
@@ -315,7 +316,9 @@ def _runner(
     for array in (array for arrays in states for array in arrays):
         array.normal_()
     pages = -(-plan.context_length // plan.page_size)
-    graphs = GraphPlan(plan.gpu.graph_sizes, pages, speculative=plan.draft_tokens > 0, **prompts)
+    graphs = dataclasses.replace(
+        prompt_graphs, sizes=plan.gpu.graph_sizes, pages=pages, speculative=plan.draft_tokens > 0
+    )
     return GpuRunner(
         model, states, side.handoff, graphs, StepShape(plan.page_size, plan.max_step_tokens),
         usage=usage, live=live, begin_step=begin,
