@@ -83,7 +83,7 @@ def test_what_would_make_it_fit_comes_before_the_tables() -> None:
 
 def test_a_plan_reads_without_knowing_the_program() -> None:
     """For a laptop with a small GPU: the context is in the first lines, a default is called one, no key is unknown."""
-    machine = "--gpu 8GB@250GB/s --ram 32GB --bandwidth 60GB/s --pcie 12GB/s --cpu 8 --isa avx2".split()
+    machine = "--gpu 7.75GB@250GB/s --ram 32GB --bandwidth 60GB/s --pcie 12GB/s --cpu 8 --isa avx2".split()
     shown = kt("plan", "--config", "qwen3.5-35b-a3b", *machine, "--kt-method", "INT4").stdout
     first = shown.splitlines()[1]
     assert first.startswith("It fits.") and " of a prompt. Context: 1" in first

@@ -84,15 +84,15 @@ def test_plans_fit_and_hints_hold() -> None:
 
     @settings(max_examples=60, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
     @example("qwen3-next-80b", ([20, 70], 255, 0.44), {})
-    @example("small", ([11], 193, 0.516), {"max_total_tokens": 189898, "kt_gpu_experts_ratio": 0.557})
+    @example("small", ([11], 193, 0.4935), {"max_total_tokens": 189898, "kt_gpu_experts_ratio": 0.557})
     @example("gpt-oss-120b", ([], 211, 0.492), {"mem_fraction_static": 0.56})
-    @example("qwen3-30b-a3b", ([20], 412, 0.30902770504935306), {"context_length": 4899, "max_running_requests": 17})
+    @example("qwen3-30b-a3b", ([20], 412, 0.2965), {"context_length": 4899, "max_running_requests": 17})
     @example("small", ([], 2, 0.5151009191128076), {
         "context_length": 6903, "mem_fraction_static": 0.8697904320887511, "kt_method": "INT8",
         "max_running_requests": 112,
     })  # fmt: skip
     @example("glm-4.5-air", ([22], 65, 0.875), {})
-    @example("qwen3-30b-a3b", ([8], 64, 0.9), {
+    @example("qwen3-30b-a3b", ([8], 64, 0.869), {
         "context_length": 16384, "mem_fraction_static": 0.95, "kt_method": "INT4", "max_running_requests": 64,
         "chunked_prefill_size": 4096, "kt_gpu_experts_ratio": 0.09,
     })

@@ -35,7 +35,7 @@ from tandem.spec.stored import UNQUANTISED, StoredFormats
 
 MAX_HEAD = 256  # channels of a key
 GPU_FRACTION = 0.9  # of free GPU memory
-GPU_WORKSPACE_BYTES = 1 << 30  # activations, sums of attention, libraries, CUDA graphs but for their logits
+GPU_WORKSPACE_BYTES = 3 << 28  # activations, sums of attention, libraries, CUDA graphs but for their logits
 MAX_PATIENCE_SECONDS = 30.0
 SHARE_FIELDS = ("kt_gpu_experts_ratio", "kt_num_gpu_experts")
 # Wishes that only a GPU can meet.
