@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from math import log, sqrt
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -76,18 +75,16 @@ class LivePolicy:
         """reads_per_exchange: cost of an exchange, in reads of an expert from CPU memory; may be set later, too."""
         self.settings, self.cost, self.residency = settings, reads_per_exchange, residency
         resident = residency.on(Location.GPU)
-        self._home = resident.copy()
         self._home_counts: Floats = resident.astype(np.float32)  # those at home are the hottest, on the way home
         movable = np.where(resident, LEAVE, np.where(residency.on(Location.CPU), COME, STAY)).astype(np.int8)
-        self._movable = movable != STAY
         self._virtual = [
             VirtualPlacement(residency.slots, movable, habits, settings.dwell_steps)
             for habits in settings.habits
         ]
         self._nets = [_Net() for _ in self._virtual]
-        self._may: Marks = np.zeros_like(movable)  # of those that are elsewhere than in the placement that is followed
+        self._away: Marks = np.zeros_like(movable)  # on the GPU but not at home: 1; the other way: -1
+        self._idle = (movable != STAY).astype(np.int8)  # 0: stays where it is, or is under way
         self._unused: Marks = np.zeros_like(movable)
-        self._busy: set[tuple[int, int]] = set()  # layers and experts of exchanges under way
         self._ended: set[int] = set()  # layers
         per_decision = settings.bytes_per_step * settings.interval_steps / (2 * expert_bytes)
         self._allowance, self._per_decision, self._credit = 0.0, per_decision, 0.0
@@ -119,7 +116,7 @@ class LivePolicy:
 
     def start(self, reads: Counted) -> None:
         """Reads before this do not count."""
-        self._total = int(reads.sum(dtype=np.int64))
+        self._total = int(reads.sum(dtype=reads.dtype))
         for virtual in self._virtual:
             virtual.start(reads)
 
@@ -134,7 +131,7 @@ class LivePolicy:
         """reads int32 or int64 [layers, experts]: steps since ever in which each was read, `steps` more than the last
         time; kept and unchanged until `looked`. What passes over all experts is done in pieces, in the course of a
         step, and by `looked` what is left."""
-        total = int(reads.sum(dtype=np.int64))
+        total = int(reads.sum(dtype=reads.dtype))  # which may run over: only the difference counts
         self._reads = float((total - (self._total or 0)) % (1 << 32))
         self._total, self._step, self._steps, self._looks = total, self._step + steps, steps, True
         self.passes += len(self._virtual)
@@ -146,14 +143,12 @@ class LivePolicy:
             return
         self._looks, moved = False, 0
         keep = 0.5 ** (self._steps / self.settings.net_half_life)
-        for number, (virtual, net) in enumerate(zip(self._virtual, self._nets, strict=True)):
+        for virtual, net in zip(self._virtual, self._nets, strict=True):
             variance = self._reads * virtual.share_displaced
             gained, exchanges = virtual.decide(self._reads, self.cost)
             net.add(keep, gained - self.cost * len(exchanges), variance)
             moved += len(exchanges)
-            if number == self.followed:
-                self._mark_all(exchanges)
-        self._pace = 1 if moved * QUIET > len(self._home) else min(2 * self._pace, LONGEST_INTERVAL)
+        self._pace = 1 if moved * QUIET > len(self._away) else min(2 * self._pace, LONGEST_INTERVAL)
         self._choose()
         self._earn()
 
@@ -165,17 +160,20 @@ class LivePolicy:
         ahead, behind = self._net(best), self._net(self.followed)
         if best == self.followed or ahead.reads <= behind.reads:
             return
-        luck = self.settings.clear * sqrt(ahead.variance + behind.variance)
-        exchanges = int((self._goal(best) & ~self.residency.on(Location.GPU)).sum())
-        if ahead.reads - behind.reads > luck + self.settings.invested * exchanges * self.cost:
+        lead = ahead.reads - behind.reads - self.settings.clear * sqrt(ahead.variance + behind.variance)
+        if lead > 0 and lead > self.settings.invested * self._newcomers(best) * self.cost:
             self._follow(best, ahead.reads, behind.reads)
 
     def _net(self, number: int) -> _Net:
         return _NO_NET if number == HOME else self._nets[number]
 
-    def _goal(self, number: int) -> npt.NDArray[np.bool_]:
-        """Who is on the GPU there."""
-        return self._home if number == HOME else self._home + self._virtual[number].better > 0
+    def _ahead(self, number: int) -> Marks:
+        """Difference from the placement `number`: 1 who is on the GPU only here, -1 who is there only."""
+        return self._away if number == HOME else self._away - self._virtual[number].better
+
+    def _newcomers(self, number: int) -> int:
+        """Experts that are on the GPU there and not here."""
+        return int((self._ahead(number) < 0).sum())
 
     def _follow(self, number: int, reads: float, before: float) -> None:
         names = "the placement at the start", *(f"half-life {v.half_life:g}" for v in self.settings.habits)
@@ -185,38 +183,23 @@ class LivePolicy:
         )  # fmt: skip
         self.rests += number == HOME
         self.followed, self._at_home_since = number, self._step
-        goal, here = self._goal(number), self.residency.on(Location.GPU)
-        self._may = np.where(here & ~goal, LEAVE, np.where(goal & ~here, COME, STAY)).astype(np.int8)
-        self._may[~self._movable] = STAY
-        self._may[list(self._ended)] = STAY
-        for layer, expert in self._busy:
-            self._may[layer, expert] = STAY
 
-    def _mark_all(self, exchanges: list[Exchange]) -> None:
-        """The placement that is followed has made these."""
-        for layer, _, leaving, coming in exchanges:
-            for expert in (leaving, coming):
-                self._mark(layer, expert)
-
-    def _mark(self, layer: int, expert: int) -> None:
-        if layer in self._ended or (layer, expert) in self._busy or not self._movable[layer, expert]:
-            self._may[layer, expert] = STAY
-            return
-        here, goal = self.residency.location(layer, expert) is Location.GPU, bool(self._home[layer, expert])
-        if not self.resting:
-            goal = goal + self._virtual[self.followed].better[layer, expert] > 0
-        self._may[layer, expert] = STAY if here == goal else LEAVE if here else COME
+    def _wishes(self) -> Marks:
+        """`LEAVE` and `COME`: who is elsewhere than in the placement that is followed, but for those under way."""
+        bits = self._ahead(self.followed) & 3  # 0, 1 or 3
+        wishes: Marks = (bits ^ (bits >> 1)) * self._idle
+        return wishes
 
     def _earn(self) -> None:
         limit, steps = max(1.0, self._per_decision), self._steps
         self._allowance = min(self._allowance + self._per_decision * steps / self.settings.interval_steps, limit)
         earned = self.settings.spends * self._reads / max(self.cost, 1e-9)
-        self._credit = min(self._credit + earned, float(len(self._home)))
+        self._credit = min(self._credit + earned, float(len(self._away)))
 
     def next_exchanges(self) -> list[Exchange]:
         """Exchanges to make now, most worthwhile first; each is under way until `done` or `dropped`."""
         room = int(min(self._allowance, self._credit))
-        if room == 0 or not self._may.any():
+        if room == 0 or (self.resting and not self._away.any()):
             return []
         self.passes += 1
         scores, least_gain = self._home_counts, ANY
@@ -224,15 +207,15 @@ class LivePolicy:
             scores = self._virtual[self.followed].counts
             least_gain = self.settings.worth * self.settings.habits[self.followed].least_gain(self.cost)
         slots, rules = self.residency.slots, (least_gain, -1.0, 0.0)
-        picks = [Exchange(*each) for each in _core.pick_exchanges(scores, self._may, slots, *rules, room)]
+        picks = [Exchange(*each) for each in _core.pick_exchanges(scores, self._wishes(), slots, *rules, room)]
         for layer, _, leaving, coming in picks:
-            self._busy |= {(layer, leaving), (layer, coming)}
+            self._idle[layer, leaving] = self._idle[layer, coming] = 0
         self._allowance -= len(picks)
         self._credit -= len(picks)
         return picks
 
     def done(self, *exchanges: Exchange) -> None:
-        _core.note_exchanges(exchanges, self.residency.slots, self._unused, self._may)
+        _core.note_exchanges(exchanges, self.residency.slots, self._away, self._unused)
         for exchange in exchanges:
             self._unlock(exchange)
 
@@ -243,20 +226,18 @@ class LivePolicy:
     def stranded(self, exchange: Exchange) -> None:
         """The leaving expert is in CPU memory, and so is the other; the slot is lost."""
         self.residency.sink(exchange.layer, exchange.leaving)
+        self._away[exchange.layer, exchange.leaving] -= 1
         self._unlock(exchange)
 
     def _unlock(self, exchange: Exchange) -> None:
         layer, _, leaving, coming = exchange
-        for expert in (leaving, coming):
-            self._busy.discard((layer, expert))
-            self._mark(layer, expert)
+        self._idle[layer, leaving] = self._idle[layer, coming] = 1
         if layer in self._ended:
             self.ended(layer)
 
     def ended(self, layer: int) -> None:
         """Nothing can move there any more; it stays as it is, and nobody counts what moving would gain there."""
         self._ended.add(layer)
-        self._may[layer] = STAY
-        better = self.residency.on(Location.GPU)[layer].astype(np.int8) - self._home[layer].astype(np.int8)
+        self._idle[layer] = 0
         for virtual in self._virtual:
-            virtual.freeze(layer, self.residency.slots[layer], better)
+            virtual.freeze(layer, self.residency.slots[layer], self._away[layer])

@@ -11,6 +11,7 @@ then. So they are few and small, C++ passes over each once (`csrc/experts/live/u
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import log, sqrt
 from typing import NamedTuple
@@ -73,7 +74,7 @@ class VirtualPlacement:
     @property
     def share_displaced(self) -> float:
         """Share of all experts that are on another side than at home."""
-        return 2.0 * int((self.better > 0).sum()) / self.better.size
+        return int(np.count_nonzero(self.better)) / self.better.size
 
     def start(self, reads: Counted) -> None:
         """Reads before this do not count."""
@@ -101,9 +102,11 @@ class VirtualPlacement:
         self._credit = min(self._credit + self._habits.spends * reads / max(cost, 1e-9), float(len(self.slots)))
         room = int(self._credit)
         picks = [Exchange(*each) for each in decision.picked(len(self.slots) if self._habits.luck else room)]
-        picks = [each for each in picks if each.layer not in self._frozen]  # since it was looked at
+        if self._frozen:
+            picks = [each for each in picks if each.layer not in self._frozen]  # since it was looked at
         exchanges = self._lucky(picks, cost)[:room]
-        self._undo([each for each in picks if each not in exchanges])
+        if len(exchanges) < len(picks):
+            self._undo(set(picks).difference(exchanges))
         self._exchange(exchanges)
         return gained, exchanges
 
@@ -111,11 +114,13 @@ class VirtualPlacement:
         """Those whose gain is clear of luck."""
         if not self._habits.luck:
             return picks
-        least, counts = self._habits.least_gain(cost), self.counts
-        return [
-            each for each in picks
-            if _gain(counts[each.layer], each) - self._habits.luck * _luck(counts[each.layer], each) >= least
-        ]  # fmt: skip
+        least, luck, count = self._habits.least_gain(cost), self._habits.luck, self.counts.item
+        lucky = []
+        for each in picks:
+            hot, cold = count(each.layer, each.coming), count(each.layer, each.leaving)
+            if hot - cold - luck * sqrt(hot + cold) >= least:  # standard deviations, if uses come at random
+                lucky.append(each)
+        return lucky
 
     def _exchange(self, exchanges: list[Exchange]) -> None:
         self._credit -= len(exchanges)
@@ -123,7 +128,7 @@ class VirtualPlacement:
             _core.note_exchanges(exchanges, self.slots, self.better, self._may)
             self._young.append((self._step + self._dwell, exchanges))
 
-    def _undo(self, picks: list[Exchange]) -> None:
+    def _undo(self, picks: Iterable[Exchange]) -> None:
         for layer, _, leaving, coming in picks:
             self._may[layer, leaving], self._may[layer, coming] = LEAVE, COME
 
@@ -139,13 +144,3 @@ class VirtualPlacement:
         self._young = deque(
             (step, [each for each in newcomers if each.layer != layer]) for step, newcomers in self._young
         )
-
-
-def _gain(counts: Floats, exchange: Exchange) -> float:
-    return float(counts[exchange.coming] - counts[exchange.leaving])
-
-
-def _luck(counts: Floats, exchange: Exchange) -> float:
-    """Standard deviation of `_gain`, if uses come at random."""
-    return sqrt(float(counts[exchange.coming] + counts[exchange.leaving]))
-
