@@ -89,9 +89,10 @@ class LivePolicy:
         per_decision = settings.bytes_per_step * settings.interval_steps / (2 * expert_bytes)
         self._allowance, self._per_decision, self._credit = 0.0, per_decision, 0.0
         self._step, self._pace, self._at_home_since, self._steps = 0, 1, 0, 0
-        self._total: int | None = None  # reads, by the last look
-        self._reads = 0.0
-        self._looks = False
+        self._reads = 0  # between the last two looks
+        self._at_home, self._under_way = True, 0  # whether nobody is away; exchanges
+        self._undecided: list[tuple[VirtualPlacement, _Net]] = []  # of this decision
+        self._moved = 0  # virtual exchanges of this decision
         self.followed = HOME
         self.rests = 0
         """How many times it went home because moving did not pay."""
@@ -114,14 +115,18 @@ class LivePolicy:
         """int64 [layers, experts]: the placement, as far as exchanges were `done`."""
         return torch.from_numpy(self.residency.slots)
 
+    @property
+    def beside(self) -> list[_core.Meanwhile]:
+        """Work of all decisions that is done in pieces while steps run."""
+        return [virtual.beside for virtual in self._virtual if virtual.beside is not None]
+
     def start(self, reads: Counted) -> None:
         """Reads before this do not count."""
-        self._total = int(reads.sum(dtype=reads.dtype))
         for virtual in self._virtual:
             virtual.start(reads)
 
     def observe(self, reads: Counted, steps: int) -> None:
-        """`look` and `looked` at once."""
+        """`look` and all that follows it, at once."""
         for decision in self.look(reads, steps):
             while decision.next():
                 pass
@@ -130,27 +135,33 @@ class LivePolicy:
     def look(self, reads: Counted, steps: int) -> list[_core.Meanwhile]:
         """reads int32 or int64 [layers, experts]: steps since ever in which each was read, `steps` more than the last
         time; kept and unchanged until `looked`. What passes over all experts is done in pieces, in the course of a
-        step, and by `looked` what is left."""
-        total = int(reads.sum(dtype=reads.dtype))  # which may run over: only the difference counts
-        self._reads = float((total - (self._total or 0)) % (1 << 32))
-        self._total, self._step, self._steps, self._looks = total, self._step + steps, steps, True
+        step, and by `decide` what is left."""
+        self._step, self._steps = self._step + steps, steps
+        self._undecided, self._moved = list(zip(self._virtual, self._nets, strict=True)), 0
         self.passes += len(self._virtual)
         return [virtual.look(reads, steps, self.cost) for virtual in self._virtual]
 
-    def looked(self) -> None:
-        """Before `next_exchanges`."""
-        if not self._looks:
-            return
-        self._looks, moved = False, 0
+    def decide(self) -> bool:
+        """One step of a decision, after `look`; whether others follow. The last one says whom to follow."""
+        if not self._undecided:
+            return False
+        virtual, net = self._undecided.pop(0)
+        decided = virtual.decide(self.cost)
+        self._reads, exchanges = decided.reads, len(decided.exchanges)
         keep = 0.5 ** (self._steps / self.settings.net_half_life)
-        for virtual, net in zip(self._virtual, self._nets, strict=True):
-            variance = self._reads * virtual.share_displaced
-            gained, exchanges = virtual.decide(self._reads, self.cost)
-            net.add(keep, gained - self.cost * len(exchanges), variance)
-            moved += len(exchanges)
-        self._pace = 1 if moved * QUIET > len(self._away) else min(2 * self._pace, LONGEST_INTERVAL)
+        net.add(keep, decided.gained - self.cost * exchanges, decided.reads * decided.displaced)
+        self._moved += exchanges
+        if self._undecided:
+            return True
+        self._pace = 1 if self._moved * QUIET > len(self._away) else min(2 * self._pace, LONGEST_INTERVAL)
         self._choose()
         self._earn()
+        return False
+
+    def looked(self) -> None:
+        """All steps of a decision that are left."""
+        while self.decide():
+            pass
 
     def _choose(self) -> None:
         """Whom to follow from now on."""
@@ -167,13 +178,10 @@ class LivePolicy:
     def _net(self, number: int) -> _Net:
         return _NO_NET if number == HOME else self._nets[number]
 
-    def _ahead(self, number: int) -> Marks:
-        """Difference from the placement `number`: 1 who is on the GPU only here, -1 who is there only."""
-        return self._away if number == HOME else self._away - self._virtual[number].better
-
     def _newcomers(self, number: int) -> int:
         """Experts that are on the GPU there and not here."""
-        return int((self._ahead(number) < 0).sum())
+        goal = 0 if number == HOME else self._virtual[number].better
+        return int((self._away < goal).sum())
 
     def _follow(self, number: int, reads: float, before: float) -> None:
         names = "the placement at the start", *(f"half-life {v.half_life:g}" for v in self.settings.habits)
@@ -182,13 +190,7 @@ class LivePolicy:
             names[number + 1], names[self.followed + 1], reads, before,
         )  # fmt: skip
         self.rests += number == HOME
-        self.followed, self._at_home_since = number, self._step
-
-    def _wishes(self) -> Marks:
-        """`LEAVE` and `COME`: who is elsewhere than in the placement that is followed, but for those under way."""
-        bits = self._ahead(self.followed) & 3  # 0, 1 or 3
-        wishes: Marks = (bits ^ (bits >> 1)) * self._idle
-        return wishes
+        self.followed, self._at_home_since, self._at_home = number, self._step, False
 
     def _earn(self) -> None:
         limit, steps = max(1.0, self._per_decision), self._steps
@@ -199,17 +201,17 @@ class LivePolicy:
     def next_exchanges(self) -> list[Exchange]:
         """Exchanges to make now, most worthwhile first; each is under way until `done` or `dropped`."""
         room = int(min(self._allowance, self._credit))
-        if room == 0 or (self.resting and not self._away.any()):
+        if room == 0 or self._at_home:
             return []
         self.passes += 1
-        scores, least_gain = self._home_counts, ANY
+        scores, goal, least_gain = self._home_counts, None, ANY
         if not self.resting:
-            scores = self._virtual[self.followed].counts
+            scores, goal = self._virtual[self.followed].counts, self._virtual[self.followed].better
             least_gain = self.settings.worth * self.settings.habits[self.followed].least_gain(self.cost)
-        slots, rules = self.residency.slots, (least_gain, -1.0, 0.0)
-        picks = [Exchange(*each) for each in _core.pick_exchanges(scores, self._wishes(), slots, *rules, room)]
-        for layer, _, leaving, coming in picks:
-            self._idle[layer, leaving] = self._idle[layer, coming] = 0
+        arrays, rules = (scores, self._away, goal, self._idle, self.residency.slots), (least_gain, -1.0, 0.0)
+        picks = [Exchange(*each) for each in _core.pick_towards(*arrays, rules, room)]
+        self._under_way += len(picks)
+        self._at_home = self.resting and not self._under_way
         self._allowance -= len(picks)
         self._credit -= len(picks)
         return picks
@@ -231,6 +233,7 @@ class LivePolicy:
 
     def _unlock(self, exchange: Exchange) -> None:
         layer, _, leaving, coming = exchange
+        self._under_way -= 1
         self._idle[layer, leaving] = self._idle[layer, coming] = 1
         if layer in self._ended:
             self.ended(layer)
