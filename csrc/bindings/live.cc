@@ -54,31 +54,42 @@ int copy_async(uintptr_t copy, uint64_t source, uint64_t target, uint64_t bytes,
   return reinterpret_cast<CopyAsync>(copy)(target, source, size_t(bytes), stream_of(stream));
 }
 
-void make_decision(UseDecision* self, nb::handle counts, nb::handle now, nb::handle seen, nb::handle better,
-                   nb::handle may, nb::handle slot_of, float keep, float least_gain, float least_lead,
-                   float least_hot) {
+// With the array that its pieces read.
+struct BoundDecision final : UseDecision {
+  using UseDecision::UseDecision;
+  TensorView now{};
+};
+
+void make_decision(BoundDecision* self, nb::handle counts, nb::handle seen, nb::handle better, nb::handle may,
+                   nb::handle slot_of) {
   const TensorView to = view_of(counts, "counts", {Element::f32}, {kAnySize, kAnySize}, true);
   const int64_t layers = to.shape[0], experts = to.shape[1];
-  const TensorView uses = view_of(now, "now", {Element::i32, Element::i64}, {layers, experts});
-  const TensorView before = view_of(seen, "seen", {uses.element}, {layers, experts}, true);
-  const TensorView signs = view_of(better, "better", {Element::byte}, {layers, experts});
+  const TensorView before = view_of(seen, "seen", {Element::i32, Element::i64}, {layers, experts}, true);
+  const TensorView signs = view_of(better, "better", {Element::byte}, {layers, experts}, true);
   const TensorView allowed = view_of(may, "may", {Element::byte}, {layers, experts}, true);
-  const TensorView slots = view_of(slot_of, "slot_of", {Element::i64}, {layers, experts});
+  const TensorView slots = view_of(slot_of, "slot_of", {Element::i64}, {layers, experts}, true);
   UseDecision::Arrays arrays{static_cast<float*>(to.data),
                              {},
-                             {},
-                             static_cast<const int8_t*>(signs.data),
+                             static_cast<int8_t*>(signs.data),
                              static_cast<int8_t*>(allowed.data),
-                             static_cast<const int64_t*>(slots.data),
+                             static_cast<int64_t*>(slots.data),
                              layers,
                              experts};
-  const auto fill = [&](auto* type) {
-    using Count = std::remove_pointer_t<decltype(type)>;
-    arrays.now = static_cast<const Count*>(uses.data);
-    arrays.seen = static_cast<Count*>(before.data);
-  };
-  uses.element == Element::i32 ? fill(static_cast<int32_t*>(nullptr)) : fill(static_cast<int64_t*>(nullptr));
-  new (self) UseDecision(arrays, keep, {least_gain, least_lead, least_hot});
+  if (before.element == Element::i32)
+    arrays.seen = static_cast<int32_t*>(before.data);
+  else
+    arrays.seen = static_cast<int64_t*>(before.data);
+  new (self) BoundDecision(arrays);
+}
+
+void begin_decision(BoundDecision& self, nb::handle now, float keep, float least_gain, float least_lead, float least_hot,
+                    float luck) {
+  const auto& [layers, experts] = self.shape();
+  const Element kind = self.is_long() ? Element::i64 : Element::i32;
+  self.now = view_of(now, "now", {kind}, {layers, experts});
+  UseDecision::Counted counted = static_cast<const int32_t*>(self.now.data);
+  if (self.is_long()) counted = static_cast<const int64_t*>(self.now.data);
+  self.begin(counted, keep, {least_gain, least_lead, least_hot, luck});
 }
 
 std::vector<ExchangeTuple> tuples_of(const std::vector<Exchange>& exchanges) {
@@ -100,18 +111,24 @@ double add_uses_to(nb::handle counts, nb::handle now, nb::handle seen, nb::handl
     return add_uses(static_cast<float*>(to.data), static_cast<const Count*>(uses.data),
                     static_cast<Count*>(before.data), static_cast<const int8_t*>(signs.data), keep, layers * experts);
   };
-  return uses.element == Element::i32 ? add(static_cast<int32_t*>(nullptr)) : add(static_cast<int64_t*>(nullptr));
+  const bool is_short = uses.element == Element::i32;
+  return double((is_short ? add(static_cast<int32_t*>(nullptr)) : add(static_cast<int64_t*>(nullptr))).gained);
 }
 
-std::vector<ExchangeTuple> pick(nb::handle scores, nb::handle may, nb::handle slot_of, float least_gain,
-                                float least_lead, float least_hot, size_t room) {
+std::vector<ExchangeTuple> pick(nb::handle scores, nb::handle away, nb::handle goal, nb::handle idle,
+                                nb::handle slot_of, std::tuple<float, float, float> rules, size_t room) {
   const TensorView from = view_of(scores, "scores", {Element::f32}, {kAnySize, kAnySize});
   const int64_t layers = from.shape[0], experts = from.shape[1];
-  const TensorView allowed = view_of(may, "may", {Element::byte}, {layers, experts}, true);
+  const TensorView here = view_of(away, "away", {Element::byte}, {layers, experts});
+  TensorView there;
+  if (!goal.is_none()) there = view_of(goal, "goal", {Element::byte}, {layers, experts});
+  const TensorView free = view_of(idle, "idle", {Element::byte}, {layers, experts}, true);
   const TensorView slots = view_of(slot_of, "slot_of", {Element::i64}, {layers, experts});
-  return tuples_of(pick_exchanges(static_cast<const float*>(from.data), static_cast<int8_t*>(allowed.data),
-                                  static_cast<const int64_t*>(slots.data), layers, experts,
-                                  {least_gain, least_lead, least_hot}, room));
+  const auto& [least_gain, least_lead, least_hot] = rules;
+  return tuples_of(pick_towards({static_cast<const float*>(from.data), static_cast<const int8_t*>(here.data),
+                                 static_cast<const int8_t*>(there.data), static_cast<int8_t*>(free.data),
+                                 static_cast<const int64_t*>(slots.data), layers, experts},
+                                {least_gain, least_lead, least_hot}, room));
 }
 
 void note(const std::vector<ExchangeTuple>& made, nb::handle slot_of, nb::handle better, nb::handle may) {
@@ -148,22 +165,30 @@ void bind_live(nb::module_& m) {
            "What can be done in this time, while no step is under way; returns whether all has ended.")
       .def("troubles", &troubles_of, "(index, what became of it, keeps its stage, ends its layer, why) of each.")
       .def_prop_ro("bytes_given", &ExchangeTurn::bytes_given);
-  nb::class_<UseDecision, Meanwhile>(m, "UseDecision",
-                                     "`add_uses` and `pick_exchanges`, a layer at a time, see use_decision.h.")
-      .def("__init__", &make_decision, nb::arg("counts"), nb::arg("now"), nb::arg("seen"), nb::arg("better"),
-           nb::arg("may"), nb::arg("slot_of"), nb::arg("keep"), nb::arg("least_gain"), nb::arg("least_lead"),
-           nb::arg("least_hot"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
-           nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>())
-      .def("gained", &UseDecision::gained, "The sum that `add_uses` returns; does what is left.")
+  nb::class_<BoundDecision, Meanwhile>(m, "UseDecision",
+                                     "Decisions of a virtual placement, a layer at a time, see use_decision.h.")
+      .def("__init__", &make_decision, nb::arg("counts"), nb::arg("seen"), nb::arg("better"), nb::arg("may"),
+           nb::arg("slot_of"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
+           nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), "All [layers, experts], changed in place.")
+      .def("begin", &begin_decision, nb::arg("now"), nb::arg("keep"), nb::arg("least_gain"), nb::arg("least_lead"),
+           nb::arg("least_hot"), nb::arg("luck"),
+           "Another decision. now: of the type of `seen`, unchanged until `sums`.")
       .def(
-          "picked", [](UseDecision& self, size_t room) { return tuples_of(self.picked(room)); }, nb::arg("room"),
-          "(layer, slot, leaving, coming) of each, most worthwhile first; does what is left.");
+          "sums",
+          [](BoundDecision& self) {
+            const UseSums& sums = self.sums();
+            return std::tuple(sums.used, sums.gained, sums.displaced);
+          },
+          "Uses, uses * better, and how many experts' `better` is not 0; does what is left.")
+      .def(
+          "exchange", [](BoundDecision& self, size_t room) { return tuples_of(self.exchange(room)); }, nb::arg("room"),
+          "(layer, slot, leaving, coming) of each that was made, most worthwhile first; does what is left.");
   m.def("add_uses", &add_uses_to, nb::arg("counts"), nb::arg("now"), nb::arg("seen").none(), nb::arg("better"),
         nb::arg("keep"),
         "counts = counts * keep + now - seen, seen = now; returns the sum of what was added * better.");
-  m.def("pick_exchanges", &pick, nb::arg("scores"), nb::arg("may"), nb::arg("slot_of"), nb::arg("least_gain"),
-        nb::arg("least_lead"), nb::arg("least_hot"), nb::arg("room"),
-        "(layer, slot, leaving, coming) of each, see csrc/experts/live/use_counts.h.");
+  m.def("pick_towards", &pick, nb::arg("scores"), nb::arg("away"), nb::arg("goal").none(), nb::arg("idle"),
+        nb::arg("slot_of"), nb::arg("rules"), nb::arg("room"),
+        "(layer, slot, leaving, coming) of each, see csrc/experts/live/use_counts.h. rules: least gain, lead and score.");
   m.def("note_exchanges", &note, nb::arg("made"), nb::arg("slot_of"), nb::arg("better"), nb::arg("may"));
   m.def("copy_async", &copy_async, nb::arg("copy"), nb::arg("source"), nb::arg("target"), nb::arg("bytes"),
         nb::arg("stream"), "Calls CUDA's cuMemcpyAsync at the address `copy`; 0, or its error.");

@@ -886,28 +886,33 @@ class ExchangeTurn(Meanwhile):
 
 class UseDecision(Meanwhile):
     """
-    `add_uses` and `pick_exchanges`, a layer at a time, see use_decision.h.
+    Decisions of a virtual placement, a layer at a time, see use_decision.h.
     """
 
-    def __init__(
+    def __init__(self, counts: object, seen: object, better: object, may: object, slot_of: object) -> None:
+        """All [layers, experts], changed in place."""
+
+    def begin(
         self,
-        counts: object,
         now: object,
-        seen: object,
-        better: object,
-        may: object,
-        slot_of: object,
         keep: float,
         least_gain: float,
         least_lead: float,
         least_hot: float,
-    ) -> None: ...
-    def gained(self) -> float:
-        """The sum that `add_uses` returns; does what is left."""
-
-    def picked(self, room: int) -> list[tuple[int, int, int, int]]:
+        luck: float,
+    ) -> None:
         """
-        (layer, slot, leaving, coming) of each, most worthwhile first; does what is left.
+        Another decision. now: of the type of `seen`, unchanged until `sums`.
+        """
+
+    def sums(self) -> tuple[int, int, int]:
+        """
+        Uses, uses * better, and how many experts' `better` is not 0; does what is left.
+        """
+
+    def exchange(self, room: int) -> list[tuple[int, int, int, int]]:
+        """
+        (layer, slot, leaving, coming) of each that was made, most worthwhile first; does what is left.
         """
 
 def add_uses(counts: object, now: object, seen: object | None, better: object, keep: float) -> float:
@@ -915,17 +920,17 @@ def add_uses(counts: object, now: object, seen: object | None, better: object, k
     counts = counts * keep + now - seen, seen = now; returns the sum of what was added * better.
     """
 
-def pick_exchanges(
+def pick_towards(
     scores: object,
-    may: object,
+    away: object,
+    goal: object | None,
+    idle: object,
     slot_of: object,
-    least_gain: float,
-    least_lead: float,
-    least_hot: float,
+    rules: tuple[float, float, float],
     room: int,
 ) -> list[tuple[int, int, int, int]]:
     """
-    (layer, slot, leaving, coming) of each, see csrc/experts/live/use_counts.h.
+    (layer, slot, leaving, coming) of each, see csrc/experts/live/use_counts.h. rules: least gain, lead and score.
     """
 
 def note_exchanges(

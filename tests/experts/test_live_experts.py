@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from fake_copies import FakeCopies, at_once, piece
 from fake_layers import EXPERTS, ON_GPU, PLENTY, Layer, made
 from tandem import _core
 from tandem.experts.live.cost import READS_PER_EXCHANGE
-from tandem.experts.live.live_experts import GIVE_UP, LiveExperts
+from tandem.experts.live.live_experts import AT_ONCE, GIVE_UP, LiveExperts
 from tandem.experts.live.policy import LivePolicy, PolicySettings
 from tandem.experts.live.virtual import Habits
 from tandem.experts.residency import Residency
@@ -57,7 +58,8 @@ def eager(horizon: float = 100.0, touches: float = 1.5, **settings: float) -> Po
     """Whoever is ahead is followed at once."""
     habits = Habits(32.0, horizon, spends=1e9, touches=touches)
     at_once = {"clear": 0.0, "invested": 0.0, "worth": 0.0, "least_steps": 0, "spends": 1e9, "dwell_steps": 0}
-    return PolicySettings((habits,), interval_steps=2, bytes_per_step=PLENTY, **(at_once | settings))
+    at_once |= {"interval_steps": 2}
+    return PolicySettings((habits,), bytes_per_step=PLENTY, **(at_once | settings))
 
 
 def live(
@@ -207,6 +209,7 @@ class Timed:
 
     def __init__(self, tick: float, read: float = 1e9, copies: FakeCopies | None = None) -> None:
         self.layers, self.copies, self.usage = [Layer(1), Layer(2)], copies or FakeCopies(), Usage()
+        self.waits = True  # the GPU, after each step
         self.copies.prompt, ticks = True, itertools.count(step=tick)
         s = eager()
         slot_of, nbytes = torch.stack([x.gpu.table for x in self.layers]), self.layers[0].cpu.bytes_per_expert
@@ -222,7 +225,7 @@ class Timed:
             for work in self.works:
                 at_once(work)
             self.works.clear()
-            self.experts.after_step()
+            self.experts.after_step(lambda: self.waits)
         return self
 
 
@@ -269,7 +272,7 @@ def test_what_is_done_after_a_step_is_counted_once() -> None:
 
 
 def test_decisions_are_counted_among_what_is_done_beside_steps() -> None:
-    timed = Timed(0.0).steps(2, moving=False)
+    timed = Timed(0.0).steps(3, moving=False)  # counts are asked for after two, and looked at after one more
     assert timed.experts.times().overlapped_seconds == 0.0
     times = timed.steps(1, moving=False).experts.times()
     assert times.exchanges == 0 and times.overlapped_seconds > 0.0
@@ -277,8 +280,7 @@ def test_decisions_are_counted_among_what_is_done_beside_steps() -> None:
 
 @pytest.mark.parametrize("over", [False, True])
 def test_what_the_gpu_computes_beside_costs_nothing(over: bool) -> None:
-    """Only what begins with a step is then counted, for nobody knows when its first layer asks: looking, too, which
-    happens once for every time that is decided."""
+    """Only what is given to a step that was started is then counted, for nobody knows when its first layer asks."""
     layers, copies, usage, ticks = [Layer(1), Layer(2)], FakeCopies(), Usage(), itertools.count()
     policy = live(layers, copies, usage)._policy
     experts = LiveExperts(policy, made(layers, copies), usage, lambda: 1e9, lambda: next(ticks))
@@ -290,15 +292,69 @@ def test_what_the_gpu_computes_beside_costs_nothing(over: bool) -> None:
     times = experts.times()
     assert times.steps == 60 and times.exchanges == usage.swaps > 0
     assert min(times.parts.values()) > 0 and times.seconds == sum(times.parts.values())
-    begun = times.parts["begin"] + times.parts["decide"] / 2
+    begun = times.parts["begin"] + times.parts["give"]
     assert times.waited == (times.seconds if over else begun) + times.overrun_seconds
+    assert times.hidden == (0 if over else times.seconds - begun) and (times.put_off > 0) == over
+
+
+@pytest.mark.parametrize("waits", ["never", "always", "in turn", "after a while"])
+def test_a_step_waits_for_one_job_and_all_jobs_are_done_in_the_end(waits: str) -> None:
+    """A job begins only while the GPU computes, but for the first, what counts, and what arrives. Whether it always
+    waits or never does, experts come that are used, and each is in one place."""
+    layers, copies, usage = [Layer(1), Layer(2)], FakeCopies(), Usage()
+    experts, jobs, queries = live(layers, copies, usage), list[str](), itertools.count()
+    guarded, copies.prompt = experts._guarded, True
+
+    def noting(part: str, *rest: Any) -> bool:
+        jobs.append(part)
+        return guarded(part, *rest)
+
+    def over() -> bool:
+        number = next(queries)
+        return {"never": False, "always": True, "in turn": number % 2 == 0}.get(waits, number % 3 == 2)
+
+    experts._guarded = noting  # type: ignore[method-assign]
+    for step in range(120):
+        usage.counts[:, [4, 5, 6]] += 3
+        experts.beside_step()
+        jobs.clear()
+        before = experts.times().put_off
+        experts.after_step(over)
+        others = [job for job in jobs if job not in AT_ONCE]
+        assert waits != "always" or len(others) <= 1
+        assert waits != "never" or experts.times().put_off == 0
+        assert experts.times().put_off - before <= 1
+        for layer in layers:
+            layer.check(under_way=True)
+        assert step < 80 or usage.gpu_experts[:, [4, 5, 6]].all()
+    assert usage.swaps == 6
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_counts_of_a_step_say_where_experts_were_in_it(waits: bool) -> None:
+    """An exchange ends with the counts of the steps before, and with no later ones, however long jobs were put off."""
+    layers, copies, usage = [Layer(1), Layer(2)], FakeCopies(), Usage()
+    experts = live(layers, copies, usage, interval_steps=4)
+    moved, asked, copies.prompt = usage.moved, list[int](), True
+
+    def noting(changes: Changes, swaps: int, now: Asked | None = None) -> None:
+        asked.append(0 if now is None else int(now.reads().sum()))
+        assert asked[-1] in (0, int(usage.counts.sum()))
+        moved(changes, swaps, now)
+
+    usage.moved = noting  # type: ignore[method-assign]
+    for step in range(200):
+        usage.counts[:, 3 + step // 16 % 4] += 3
+        experts.beside_step()
+        experts.after_step(lambda: waits)
+    assert usage.swaps > 10 and (waits or all(asked[1:]))  # counts that a decision wants, too, are asked for once
 
 
 def test_what_was_decided_can_be_finished() -> None:
     """While copies are on their way it waits; each expert is in one place then."""
     layers, copies, usage = [Layer(1), Layer(2)], FakeCopies(), Usage()
     experts = live(layers, copies, usage)
-    for _ in range(5):
+    while not experts._exchange.busy:
         usage.counts[:, [4, 5, 6]] += 3
         take_a_step(experts)
     copies.prompt = True

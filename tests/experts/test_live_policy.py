@@ -143,7 +143,9 @@ class Virtual:
         for name, count in uses.items():
             self.reads[0, int(name[1:])] += count
         self.placement.look(self.reads, steps, self.cost)
-        return self.placement.decide(float(sum(uses.values())), self.cost)
+        decided = self.placement.decide(self.cost)
+        assert decided.reads == sum(uses.values())
+        return decided.gained, [Exchange(*each) for each in decided.exchanges]
 
 
 def test_the_hottest_takes_the_slot_of_the_coldest() -> None:
@@ -444,10 +446,11 @@ def test_counts_that_run_over_say_what_was_used(kind: type) -> None:
 
 
 def picked_in_numpy(
-    scores: Floats, may: Floats, slot_of: Floats, rules: tuple[float, ...], room: int
+    scores: Floats, ahead: Floats, slot_of: Floats, rules: tuple[float, ...], room: int
 ) -> list[tuple[int, ...]]:
+    """ahead: 1 for those that should leave, -1 for those that should come."""
     least_gain, least_lead, least_hot = (np.float32(rule) for rule in rules)
-    cold, hot = np.where(may == LEAVE, scores, np.inf), np.where(may == COME, scores, -np.inf)
+    cold, hot = np.where(ahead > 0, scores, np.inf), np.where(ahead < 0, scores, -np.inf)
     leaving, coming, gain = cold.argmin(1), hot.argmax(1), hot.max(1) - cold.min(1)
     lead = gain >= np.where(np.isinf(cold.min(1)), 0, cold.min(1)) * least_lead
     layers = np.flatnonzero((gain >= least_gain) & lead & (hot.max(1) >= least_hot))
@@ -459,24 +462,65 @@ def picked_in_numpy(
 
 
 @settings(max_examples=100, deadline=None)
-@given(seed=st.integers(0, 1 << 30), experts=st.integers(1, 40), values=st.integers(1, 9))
-def test_what_is_picked_is_what_numpy_picks(seed: int, experts: int, values: int) -> None:
-    """The first of equal ones, the largest gains first; there may be none."""
-    random = np.random.default_rng(seed)
-    scores = random.integers(0, values, (6, experts)).astype(np.float32)
-    may, slot_of = random.integers(0, 3, (6, experts), np.int8), random.integers(0, 99, (6, experts))
-    rules, room = (
-        (random.uniform(0, 4), random.uniform(0, 1), random.uniform(0, 3)),
-        int(random.integers(0, 7)),
-    )
-    expected = picked_in_numpy(scores, may, slot_of, rules, room)
-    before = may.copy()
-    found = _core.pick_exchanges(scores, may, slot_of, *rules, room)
+@given(
+    seed=st.integers(0, 1 << 30), experts=st.integers(1, 40), values=st.integers(1, 9), home=st.booleans()
+)
+def test_what_is_picked_is_what_numpy_picks(seed: int, experts: int, values: int, home: bool) -> None:
+    """The first of equal ones, the largest gains first; there may be none. On the way home, too."""
+    random, shape = np.random.default_rng(seed), (6, experts)
+    scores = random.integers(0, values, shape).astype(np.float32)
+    at_home, here, there = (random.integers(0, 2, shape, np.int8) for _ in range(3))
+    away, goal = here - at_home, None if home else there - at_home
+    idle, slot_of = random.integers(0, 2, shape, np.int8), random.integers(0, 99, shape)
+    rules = random.uniform(0, 4), random.uniform(0, 1), random.uniform(0, 3)
+    room = int(random.integers(0, 7))
+    ahead = (away if goal is None else away - goal) * idle
+    expected = picked_in_numpy(scores, ahead, slot_of, rules, room)
+    before = idle.copy()
+    found = _core.pick_towards(scores, away, goal, idle, slot_of, rules, room)
     assert found == expected
     for layer, _, leaving, coming in found:
-        assert before[layer, leaving] == LEAVE and before[layer, coming] == COME
-        before[layer, [leaving, coming]] = STAY
-    assert (may == before).all()
+        assert before[layer, leaving] == before[layer, coming] == 1
+        before[layer, [leaving, coming]] = 0
+    assert (idle == before).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 1 << 30), luck=st.sampled_from([0.0, 0.5, 2.0]), kind=st.sampled_from([np.int32, np.int64]))
+def test_a_virtual_decision_is_what_numpy_decides(seed: int, luck: float, kind: type) -> None:
+    """Counts, sums and exchanges, one decision after the other, of layers that may end after their piece."""
+    random, shape, room = np.random.default_rng(seed), (5, 12), int(np.random.default_rng(seed).integers(0, 6))
+    here = random.random(shape) < 0.4
+    slots = np.where(here, here.cumsum(1) - 1, -1)
+    may, better = np.where(here, LEAVE, COME).astype(np.int8), np.zeros(shape, np.int8)
+    counts, seen = np.zeros(shape, np.float32), np.zeros(shape, kind)
+    decision, rules = _core.UseDecision(counts, seen, better, may, slots), (2.0, 0.25, 1.5)
+    for _ in range(4):
+        used = random.integers(0, 9, shape).astype(kind)
+        wanted, places, signs = counts * np.float32(0.5) + used.astype(np.float32), slots.copy(), better.copy()
+        decision.begin(seen + used, 0.5, *rules, luck)
+        for _ in range(int(random.integers(0, 6))):
+            decision.next()
+        assert decision.sums() == (used.sum(), (used.astype(np.int64) * better).sum(), (better != 0).sum())
+        assert (counts == wanted).all()
+        ended = int(random.integers(0, 5))
+        allowed = np.where(np.arange(5)[:, None] == ended, STAY, may)
+        ahead = np.where(allowed == LEAVE, 1, np.where(allowed == COME, -1, 0))
+        picked = picked_in_numpy(wanted, ahead, slots, rules, 5)
+        sure = [each for each in picked if clear_of_luck(wanted[each[0]], each, luck)][:room]
+        may[ended] = STAY
+        assert decision.exchange(room) == sure
+        for layer, slot, leaving, coming in sure:
+            places[layer, [leaving, coming]] = -1, slot
+            signs[layer, leaving] -= 1
+            signs[layer, coming] += 1
+            assert may[layer, leaving] == COME and may[layer, coming] == STAY
+        assert (slots == places).all() and (better == signs).all()
+
+
+def clear_of_luck(counts: Floats, exchange: tuple[int, ...], luck: float) -> bool:
+    hot, cold = float(counts[exchange[3]]), float(counts[exchange[2]])
+    return luck == 0 or hot - cold - luck * math.sqrt(hot + cold) >= 2.0
 
 
 def test_exchanges_that_were_made_are_noted() -> None:
@@ -496,4 +540,7 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
     with pytest.raises(KernelError, match="seen"):
         _core.add_uses(counts, np.zeros((2, 5), np.int32), np.zeros((2, 5), np.int64), better, 1.0)
     with pytest.raises(KernelError, match="slot_of"):
-        _core.pick_exchanges(counts, better, np.zeros((2, 3), np.int64), 1.0, 1.0, 1.0, 1)
+        _core.pick_towards(counts, better, None, better.copy(), np.zeros((2, 3), np.int64), (1.0, 1.0, 1.0), 1)
+    arrays = counts, np.zeros((2, 5), np.int32), better, better.copy(), np.zeros((2, 5), np.int64)
+    with pytest.raises(KernelError, match="now"):
+        _core.UseDecision(*arrays).begin(np.zeros((2, 5), np.int64), 1.0, 0.0, 0.0, 0.0, 0.0)

@@ -6,8 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 
 from tandem.experts.streaming.transfer_order import GRID, TransferOrder
+from tandem.experts.streaming.transfers import Transfers
+from tandem.spec.gpu_scratch import StagingRing
 
 
 @dataclass
@@ -74,3 +77,28 @@ def arranged(order: TransferOrder, count: int, layer: int = 1) -> list[int]:
     places = order.arranged(layer, count)
     assert places is not None
     return places.tolist()
+
+
+class NoBus:
+    """Copies that nobody makes."""
+
+    def __getattr__(self, name: str) -> object:
+        return lambda *_: None
+
+
+def test_copies_are_listed_anew_only_for_another_order() -> None:
+    """Exchanges of experts change who travels in each step, and seldom which slots do."""
+    listed: list[list[int]] = []
+
+    class Listing(Layer):
+        def runs(self, cpu_slots: list[int]) -> list[tuple[int, int, int]]:
+            listed.append(list(cpu_slots))
+            return []
+
+    layers: list[Layer | None] = [Listing(4)]
+    transfers = Transfers(layers, StagingRing(2, 2, 256), NoBus(), torch.device("cpu"))  # type: ignore[arg-type]
+    for order in (None, [0, 1, 2, 3], [2, 3, 0, 1], [2, 3, 0, 1]):
+        if order is not None:
+            transfers.reorder(0, np.array(order, np.int32))
+        transfers.begin({0: 4}, whole=True)
+    assert listed == [[0, 1], [2, 3], [2, 3], [0, 1]]

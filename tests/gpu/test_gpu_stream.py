@@ -36,7 +36,7 @@ if AVAILABLE:
     from tandem.experts.live.copies import CudaCopies, hold_all
     from tandem.experts.streaming.copy_stream import CudaCopyStream
     from tandem.experts.streaming.measured import measured_rates
-    from tandem.experts.streaming.stream import ExpertStream, StreamReadings, streamed_layer
+    from tandem.experts.streaming.stream import ExpertStream, StreamReadings, cpu_slot_of, streamed_layer
     from tandem.experts.streaming.stream import Layers as Layers_
     from tandem.kernels.gpu.ops import GpuOps
 
@@ -226,6 +226,38 @@ def test_on_several_memory_nodes_too(fmt: str, nodes: tuple[int, ...]) -> None:
     layers = Layers(2, fmt, nodes=nodes)
     layers.stream(1.0).begin(TOKENS)
     layers.check()
+
+
+@pytest.mark.parametrize("nodes", [(), (0, 1)])
+def test_slots_in_any_order_are_as_few_copies_as_their_pieces_allow(nodes: tuple[int, ...]) -> None:
+    layers = Layers(2, nodes=nodes)
+    layer = streamed_layer(layers.each[0].cpu, layers.each[0].gpu, DEVICE)
+    assert layer is not None
+    for order in ([], [3], [0, 1, 2, 3], [3, 1, 2, 0], [2, 3, 0, 1]):  # of slots
+        pieces = [(i, piece) for i, slot in enumerate(order) for piece in layer.cpu.pieces(slot)]
+        expected: list[tuple[int, int, int]] = []
+        for i, (offset, source, nbytes) in pieces:
+            target = i * layer.cpu.bytes_per_expert + offset
+            if expected and expected[-1][0] + expected[-1][2] == source and sum(expected[-1][1:]) == target:
+                source, target, nbytes = *expected[-1][:2], expected.pop()[2] + nbytes
+            expected.append((source, target, nbytes))
+        assert layer.runs(iter(order)) == expected
+        assert nodes or len(expected) == sum(np.diff(order, prepend=-9) != 1)
+
+
+@pytest.mark.parametrize("on_gpu", [0, 2])
+def test_only_experts_without_a_slot_on_the_gpu_are_looked_up(
+    on_gpu: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not in CPU memory answers with an error: for 358 of 512 experts that took 0.6 ms of each prompt."""
+    each, asked = Layers(on_gpu, live=True).each[0], list[int]()
+    layer = streamed_layer(each.cpu, each.gpu, DEVICE)
+    assert layer is not None and each.cpu is not None
+    expected = [cpu_slot_of(each.cpu, expert) for expert in range(EXPERTS)]
+    place_of = type(each.cpu).cpu_slot_of
+    monkeypatch.setattr(type(each.cpu), "cpu_slot_of", lambda cpu, e: asked.append(e) or place_of(cpu, e))
+    assert layer.expert_cpu_slots() == expected
+    assert asked == [expert for expert, place in enumerate(expected) if place >= 0]
 
 
 @pytest.mark.parametrize("chosen", [[0, 5], [1, 2], [5, 5]])

@@ -259,11 +259,10 @@ def test_a_step_that_waits_for_its_own_work_says_how_long() -> None:
 
 def decision(layers: int) -> _core.UseDecision:
     """Work of so many pieces for the thread that answers."""
-    counts = [
-        np.zeros((layers, 4), dtype=dtype)
-        for dtype in (np.float32, np.int32, np.int32, np.int8, np.int8, np.int64)
-    ]
-    return _core.UseDecision(*counts, 1.0, 0.0, 0.0, 0.0)
+    kinds = np.float32, np.int32, np.int8, np.int8, np.int64
+    work = _core.UseDecision(*(np.zeros((layers, 4), kind) for kind in kinds))
+    work.begin(np.zeros((layers, 4), np.int32), 1.0, 0.0, 0.0, 0.0, 0.0)
+    return work
 
 
 def test_posts_do_not_wait_for_other_work() -> None:

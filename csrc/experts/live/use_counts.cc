@@ -8,20 +8,22 @@
 namespace tandem {
 
 template <class Count>
-double add_uses(float* counts, const Count* now, Count* seen, const int8_t* better, float keep, int64_t size) {
+UseSums add_uses(float* counts, const Count* now, Count* seen, const int8_t* better, float keep, int64_t size) {
   using Modulo = std::make_unsigned_t<Count>;
-  int64_t gained = 0;  // of integers, so that nothing has to be added in order
+  UseSums sums;  // of integers, so that nothing has to be added in order
   for (int64_t i = 0; i < size; ++i) {
     const Count used = seen ? Count(Modulo(now[i]) - Modulo(seen[i])) : now[i];
     if (seen) seen[i] = now[i];
     counts[i] = counts[i] * keep + float(used);
-    gained += int64_t(used) * better[i];
+    sums.used += int64_t(used);
+    sums.gained += int64_t(used) * better[i];
+    sums.displaced += better[i] != 0;
   }
-  return double(gained);
+  return sums;
 }
 
-template double add_uses(float*, const int32_t*, int32_t*, const int8_t*, float, int64_t);
-template double add_uses(float*, const int64_t*, int64_t*, const int8_t*, float, int64_t);
+template UseSums add_uses(float*, const int32_t*, int32_t*, const int8_t*, float, int64_t);
+template UseSums add_uses(float*, const int64_t*, int64_t*, const int8_t*, float, int64_t);
 
 Candidate best_exchange(const float* scores, const int8_t* may, const int64_t* slot_of, int layer, int64_t experts) {
   constexpr float kInfinite = std::numeric_limits<float>::infinity();
@@ -47,15 +49,21 @@ std::vector<Exchange> take_best(std::vector<Candidate> found, int8_t* may, int64
   return picked;
 }
 
-std::vector<Exchange> pick_exchanges(const float* scores, int8_t* may, const int64_t* slot_of, int64_t layers,
-                                     int64_t experts, const PickRules& rules, size_t room) {
+std::vector<Exchange> pick_towards(const Wishes& wishes, const PickRules& rules, size_t room) {
   std::vector<Candidate> found;
-  for (int64_t layer = 0; layer < layers; ++layer) {
-    const int64_t first = layer * experts;
-    const Candidate best = best_exchange(scores + first, may + first, slot_of + first, int(layer), experts);
+  std::vector<int8_t> may(size_t(wishes.experts));  // of a layer
+  for (int64_t layer = 0; layer < wishes.layers; ++layer) {
+    const int64_t first = layer * wishes.experts;
+    for (int64_t i = 0; i < wishes.experts; ++i) {
+      const int ahead = wishes.away[first + i] - (wishes.goal ? wishes.goal[first + i] : 0);
+      const MayMove where = ahead > 0 ? MayMove::from_gpu : ahead < 0 ? MayMove::from_cpu : MayMove::no;
+      may[size_t(i)] = wishes.idle[first + i] ? int8_t(where) : int8_t(MayMove::no);
+    }
+    const Candidate best =
+        best_exchange(wishes.scores + first, may.data(), wishes.slot_of + first, int(layer), wishes.experts);
     if (best.passes(rules)) found.push_back(best);
   }
-  return take_best(std::move(found), may, experts, room);
+  return take_best(std::move(found), wishes.idle, wishes.experts, room);
 }
 
 void note_exchanges(const std::vector<Exchange>& made, int64_t* slot_of, int8_t* better, int8_t* may, int64_t experts) {

@@ -29,6 +29,7 @@ from tandem.experts.live.live_experts import LiveExperts
 from tandem.experts.placement import ExpertPlacement, place
 from tandem.experts.residency import Location, on_location
 from tandem.experts.usage.expert_usage import ExpertUsage
+from tandem.kernels.workers import caller_on
 from tandem.machine.machine import Machine
 from tandem.planner.memory import DEFAULT_FRACTION
 from tandem.planner.plan import Plan
@@ -39,15 +40,17 @@ WARM_TOKENS = 20  # decoded before the clock starts; what is measured begins at 
 
 def moving_columns(live: LiveExperts | None) -> dict[str, Any]:
     """Columns of live placement. moved_gb: both ways together. The others are per step: thread_us and thread_us_of: the
-    engine's thread, and its parts; waited_us: of that, what the GPU may have stood still for; beside_us: between
-    layers, not in thread_us."""
+    engine's thread, and its parts; waited_us: of that, what the GPU may have stood still for; hidden_us: the rest of
+    it; put_off: steps that left work to a later one; beside_us: between layers, not in thread_us."""
     if live is None:
         return {}
     times = live.times()
     per_step, each = 1e6 / max(1, times.steps), 1e3 / max(1, times.exchanges)
     return {
         "moved_gb": round(times.bytes_moved / 1e9, 2), "thread_us": round(times.seconds * per_step, 1),
-        "waited_us": round(times.waited * per_step, 1), "beside_us": round(times.overlapped_seconds * per_step, 1),
+        "waited_us": round(times.waited * per_step, 1), "hidden_us": round(times.hidden * per_step, 1),
+        "put_off": round(times.put_off / max(1, times.steps), 3),
+        "beside_us": round(times.overlapped_seconds * per_step, 1),
         "thread_us_of": {part: round(seconds * per_step, 1) for part, seconds in times.parts.items()},
         "ms_per_exchange": round(times.waited * each, 4), "exchange_cost_reads": round(live.cost, 2),
     }  # fmt: skip
@@ -123,10 +126,10 @@ class Switched:
     def settling(self) -> bool:
         return self.live.settling
 
-    def hold(self) -> None:
+    def pause(self) -> None:
         self.live.pause()
 
-    def release(self) -> None:
+    def resume(self) -> None:
         self.live.resume()
 
     def beside_step(self) -> None:
@@ -227,8 +230,10 @@ def rows_in_turn(
     except torch.OutOfMemoryError as error:
         _warn(f"GPU memory has no room for the slots of all: {error}")
         return {}
+    with caller_on(model.built.plan.cpus[0]):
+        contestants = model.run()
     rows = {}
-    for name, each in model.run().items():
+    for name, each in contestants.items():
         seconds = sum(turn.seconds for turn in each.turns)
         rows[name] = {
             **shape_columns(request, MEASURED, name, share), "in_turn_with": [n for n in by_strategy if n != name],

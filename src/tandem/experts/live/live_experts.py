@@ -1,25 +1,26 @@
 """`LiveExperts`: placement follows the traffic. Once a step it looks at what was used, and has experts moved.
 
-It waits for nothing. Counts are asked for after one step and looked at beside the next. Bytes travel beside the steps.
+It waits for nothing. Counts are asked for after one step and looked at after the next. Bytes travel beside the steps.
 
-Work has two places in a step:
+Work has three places in a step:
 
-- While a step runs: what is done for each expert (`UseDecision`, `ExchangeTurn`), with the copies to the GPU's slots
-  and tables. It is handed over when the step was started.
+- While it runs, between answers: what is done for each expert (`UseDecision`, `ExchangeTurn`). The engine's thread
+  makes the copies to the GPU's slots and tables while it waits.
 - After the CPU's last answer, while the GPU computes logits: what is left of that, for a while. Then this thread
-  forgets experts that the step may still have used in CPU memory, asks, decides, chooses what travels next and notes
-  what moved.
+  forgets experts that the step may still have used in CPU memory, asks, looks, decides, chooses what travels next and
+  notes what moved: small jobs in this order, each with cold caches.
+- After a later step: jobs that the GPU would wait for. One is done in each step, however soon the GPU is.
 
 While a prompt's task is under way beside steps, exchanges are held: no table, slot or place that it reads may change.
 Counting and deciding go on.
 
-What takes longer than the GPU does is measured in both places. The exchanges' part is weighed against what they gain.
+What takes longer than the GPU does is measured. The exchanges' part is weighed against what they gain.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -37,6 +38,8 @@ _log = logging.getLogger(__name__)
 REMEMBERED = 64  # exchanges whose time is averaged
 GIVE_UP = 32  # exchanges in vain
 OF_EXCHANGES = ("prepare", "begin", "end")  # the parts that take longer the more there are
+AT_ONCE = ("ask", "end")  # never put off: what is counted until then counts for where experts were
+PARTS = ("ask", "end", "note", "look", "give", "decide", "prepare", "begin")
 
 
 class UseCounts(Protocol):
@@ -72,7 +75,8 @@ class UsageCounter(Protocol[AnyCounts]):
 class LiveTimes(NamedTuple):
     """Since the start. bytes_moved: both ways together. seconds: of the engine's thread, without what it did between
     layers: that is overlapped_seconds. overrun_seconds: of these, what pieces took beyond their time. waited: what the
-    GPU may have stood still for, `overrun_seconds` included. parts: seconds by what was done."""
+    GPU may have stood still for, `overrun_seconds` included. parts: seconds by what was done. hidden: of `seconds`,
+    what the GPU did not stand still for. put_off: steps that left jobs to a later one."""
 
     steps: int
     exchanges: int
@@ -82,15 +86,23 @@ class LiveTimes(NamedTuple):
     overlapped_seconds: float
     overrun_seconds: float
     parts: dict[str, float]
+    hidden: float = 0.0
+    put_off: int = 0
 
 
 class _CountsAt(NamedTuple):
     counts: UseCounts
-    steps: int
+    steps: int  # that they are of
+    asked: int  # steps since the start, when they were asked for
 
 
 def _over() -> bool:
     return True
+
+
+def _nobody_waits() -> bool:
+    return False
+
 
 NOTHING_MOVES = -2  # no number of moves
 SETTLED = 2  # steps after which the GPU has done what an exchange gave it last
@@ -113,13 +125,13 @@ class LiveExperts:
         self._read_seconds, self._clock = read_seconds, clock
         self._spent, self._since_decision = 0.0, 0  # seconds that steps stood still, and exchanges that they were for
         self._all_steps, self._exchanges, self._waited = 0, 0, 0.0  # since the start
-        self._parts = {"ask": 0.0, "end": 0.0, "decide": 0.0, "prepare": 0.0, "begin": 0.0, "note": 0.0}
+        self._put_off, self._parts = 0, dict.fromkeys(PARTS, 0.0)
         self._exchanged_late = 0.0  # seconds of exchanges' pieces that are in `_spent` already
-        self._decisions: list[_core.Meanwhile] = []
-        self._decided, self._decided_late = 0.0, 0.0  # seconds that decisions took between layers
+        self._decisions: list[_core.Meanwhile] = []  # from `look` to `decide`
         policy.start(usage.ask().reads())
-        self._counts_asked: _CountsAt | None = None
-        self._looking = False
+        self._counts_asked: _CountsAt | None = None  # until they were looked at
+        self._counts_now: UseCounts | None = None  # that were asked for after this step
+        self._deciding = False  # whether `_decisions` were given to a step
         self._made_last: list[Exchange] = []  # that the policy does not know of yet
         self._steps = 0
         self._held, self._written = False, -SETTLED  # the step in which an exchange gave the GPU something last
@@ -138,8 +150,9 @@ class LiveExperts:
 
     def times(self) -> LiveTimes:
         moved, seconds = self._exchange.bytes_moved, sum(self._parts.values())
-        overlapped = self._exchange.beside_seconds + self._decided
-        late_seconds = self._exchange.late_seconds + self._decided_late
+        works = self._policy.beside
+        overlapped = self._exchange.beside_seconds + sum(work.seconds for work in works)
+        late_seconds = self._exchange.late_seconds + sum(work.late_seconds for work in works)
         return LiveTimes(
             self._all_steps,
             self._exchanges,
@@ -149,6 +162,8 @@ class LiveExperts:
             overlapped,
             late_seconds,
             dict(self._parts),
+            seconds - self._waited,
+            self._put_off,
         )
 
     def moves(self) -> int | None:
@@ -171,24 +186,46 @@ class LiveExperts:
         if self._exchange.under_way and not self._held:
             self._written = self._all_steps
             self._guarded("begin", self._exchange.begin, _over)
-        if self._counts_asked is not None:
-            self._guarded("decide", partial(self._look, self._counts_asked), _over)
+        if self._decisions and not self._deciding:
+            self._guarded("give", self._give, _over)
 
-    def after_step(self, over: Callable[[], bool] = _over) -> None:
+    def after_step(self, over: Callable[[], bool] = _nobody_waits) -> None:
         """over: whether the GPU has ended the step meanwhile, and waits."""
         self._steps += 1
         self._all_steps += 1
-        if self._made_last:
-            self._guarded("note", self._note, over)
-        if self._steps >= self._policy.interval_steps:
-            self._guarded("ask", self._ask, over)
+        self._counts_now, is_over = None, False
+        for part, action in self._jobs():
+            if is_over and part not in AT_ONCE:
+                self._put_off += 1
+                break
+            is_over = self._guarded(part, action, over)
+
+    def _jobs(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        """Jobs to be done now, one after the other: whether one is due depends on those before. What follows from a job
+        comes before another of its kind, so none is put off for ever."""
+        if self._asks_after(self._policy.interval_steps):
+            yield "ask", self._ask
         if self._exchange.under_way and not self._held:
             self._written = self._all_steps
-            self._guarded("end", partial(self._move, self._exchange.end), over)
-        if self._looking:
-            self._guarded("decide", self._decide, over)
-        if self._exchange.waiting and not self._held:
-            self._guarded("prepare", partial(self._move, self._exchange.prepare), over)
+            yield "end", partial(self._move, self._exchange.end)
+        if self._prepares:
+            yield "prepare", partial(self._move, self._exchange.prepare)
+        if self._made_last:
+            yield "note", self._note
+        while self._deciding and not self._failed:
+            yield "decide", self._decide
+            if self._prepares:
+                yield "prepare", partial(self._move, self._exchange.prepare)
+        if self._counts_asked is not None and self._counts_asked.asked < self._all_steps:
+            yield "look", partial(self._look, self._counts_asked)
+
+    @property
+    def _prepares(self) -> bool:
+        return self._exchange.waiting and not self._held
+
+    def _asks_after(self, steps: int) -> bool:
+        """Whether counts are asked for after so many steps: once those before were decided about."""
+        return self._steps >= steps and self._counts_asked is None and not self._decisions
 
     def finish(self) -> None:
         """Makes all exchanges that were decided on, waiting for their copies."""
@@ -197,9 +234,10 @@ class LiveExperts:
                 self._guarded(part, partial(self._move, action), lambda: False)
         self._guarded("note", self._note, lambda: False)
 
-    def _guarded(self, part: str, action: Callable[[], None], over: Callable[[], bool]) -> None:
+    def _guarded(self, part: str, action: Callable[[], None], over: Callable[[], bool]) -> bool:
+        """Whether the GPU waits by its end."""
         if self._failed:
-            return
+            return False
         started = self._clock()
         try:
             action()
@@ -210,27 +248,32 @@ class LiveExperts:
             self._policy.done(*exchanges)  # it knows where experts are, and others ask it
         seconds = self._clock() - started
         self._parts[part] += seconds
-        if over():
+        is_over = over()
+        if is_over:
             self._waited += seconds
             self._spent += seconds if part in OF_EXCHANGES else 0.0
+        return is_over
 
     def _ask(self) -> None:
-        self._counts_asked = _CountsAt(self._usage.ask(), self._steps)
+        self._counts_now = self._usage.ask()
+        self._counts_asked = _CountsAt(self._counts_now, self._steps, self._all_steps)
         self._steps = 0
 
     def _look(self, snapshot: _CountsAt) -> None:
-        self._counts_asked, self._looking = None, True
+        self._counts_asked = None
         self._weigh()
         self._decisions = self._policy.look(snapshot.counts.reads(), snapshot.steps)
+
+    def _give(self) -> None:
+        """To the step that was started: passes over all experts are done between its answers."""
+        self._deciding = True
         for decision in self._decisions:
             self._exchange.between_answers(decision)
 
     def _decide(self) -> None:
-        self._looking = False
-        decisions, self._decisions = self._decisions, []
-        self._decided += sum(decision.seconds for decision in decisions)
-        self._decided_late += sum(decision.late_seconds for decision in decisions)
-        self._policy.looked()
+        if self._policy.decide():
+            return
+        self._deciding, self._decisions = False, []
         self._usage.swap_rests = self._policy.rests
         self._exchange.add(self._policy.next_exchanges())
 
@@ -261,11 +304,16 @@ class LiveExperts:
         for layer in outcome.ended:
             self._policy.ended(layer)
         if outcome.done or outcome.stranded:
-            counts = None if self._counts_asked is None else self._counts_asked.counts
-            self._usage.moved(partial(_changes, outcome), len(outcome.done), counts)
+            self._usage.moved(partial(_changes, outcome), len(outcome.done), self._now())
         self._in_vain = 0 if outcome.done else self._in_vain + len(outcome.dropped)
         if self._in_vain >= GIVE_UP:
             raise EngineError(f"{self._in_vain} exchanges of experts failed one after the other")
+
+    def _now(self) -> UseCounts | None:
+        """Counts of the steps until now, if they are asked for; they are if that is due soon."""
+        if self._counts_now is None and self._asks_after(self._policy.interval_steps - 1):
+            self._ask()
+        return self._counts_now
 
     def _note(self) -> None:
         """Does the bookkeeping that can wait for a step: nothing is decided or begun before it."""

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from math import log, sqrt
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -76,25 +75,24 @@ class LivePolicy:
         """reads_per_exchange: cost of an exchange, in reads of an expert from CPU memory; may be set later, too."""
         self.settings, self.cost, self.residency = settings, reads_per_exchange, residency
         resident = residency.on(Location.GPU)
-        self._home = resident.copy()
         self._home_counts: Floats = resident.astype(np.float32)  # those at home are the hottest, on the way home
         movable = np.where(resident, LEAVE, np.where(residency.on(Location.CPU), COME, STAY)).astype(np.int8)
-        self._movable = movable != STAY
         self._virtual = [
             VirtualPlacement(residency.slots, movable, habits, settings.dwell_steps)
             for habits in settings.habits
         ]
         self._nets = [_Net() for _ in self._virtual]
-        self._may: Marks = np.zeros_like(movable)  # of those that are elsewhere than in the placement that is followed
+        self._away: Marks = np.zeros_like(movable)  # on the GPU but not at home: 1; the other way: -1
+        self._idle = (movable != STAY).astype(np.int8)  # 0: stays where it is, or is under way
         self._unused: Marks = np.zeros_like(movable)
-        self._busy: set[tuple[int, int]] = set()  # layers and experts of exchanges under way
         self._ended: set[int] = set()  # layers
         per_decision = settings.bytes_per_step * settings.interval_steps / (2 * expert_bytes)
         self._allowance, self._per_decision, self._credit = 0.0, per_decision, 0.0
         self._step, self._pace, self._at_home_since, self._steps = 0, 1, 0, 0
-        self._total: int | None = None  # reads, by the last look
-        self._reads = 0.0
-        self._looks = False
+        self._reads = 0  # between the last two looks
+        self._at_home, self._under_way = True, 0  # whether nobody is away; exchanges
+        self._undecided: list[tuple[VirtualPlacement, _Net]] = []  # of this decision
+        self._moved = 0  # virtual exchanges of this decision
         self.followed = HOME
         self.rests = 0
         """How many times it went home because moving did not pay."""
@@ -117,14 +115,18 @@ class LivePolicy:
         """int64 [layers, experts]: the placement, as far as exchanges were `done`."""
         return torch.from_numpy(self.residency.slots)
 
+    @property
+    def beside(self) -> list[_core.Meanwhile]:
+        """Work of all decisions that is done in pieces while steps run."""
+        return [virtual.beside for virtual in self._virtual if virtual.beside is not None]
+
     def start(self, reads: Counted) -> None:
         """Reads before this do not count."""
-        self._total = int(reads.sum(dtype=np.int64))
         for virtual in self._virtual:
             virtual.start(reads)
 
     def observe(self, reads: Counted, steps: int) -> None:
-        """`look` and `looked` at once."""
+        """`look` and all that follows it, at once."""
         for decision in self.look(reads, steps):
             while decision.next():
                 pass
@@ -133,29 +135,33 @@ class LivePolicy:
     def look(self, reads: Counted, steps: int) -> list[_core.Meanwhile]:
         """reads int32 or int64 [layers, experts]: steps since ever in which each was read, `steps` more than the last
         time; kept and unchanged until `looked`. What passes over all experts is done in pieces, in the course of a
-        step, and by `looked` what is left."""
-        total = int(reads.sum(dtype=np.int64))
-        self._reads = float((total - (self._total or 0)) % (1 << 32))
-        self._total, self._step, self._steps, self._looks = total, self._step + steps, steps, True
+        step, and by `decide` what is left."""
+        self._step, self._steps = self._step + steps, steps
+        self._undecided, self._moved = list(zip(self._virtual, self._nets, strict=True)), 0
         self.passes += len(self._virtual)
         return [virtual.look(reads, steps, self.cost) for virtual in self._virtual]
 
-    def looked(self) -> None:
-        """Before `next_exchanges`."""
-        if not self._looks:
-            return
-        self._looks, moved = False, 0
+    def decide(self) -> bool:
+        """One step of a decision, after `look`; whether others follow. The last one says whom to follow."""
+        if not self._undecided:
+            return False
+        virtual, net = self._undecided.pop(0)
+        decided = virtual.decide(self.cost)
+        self._reads, exchanges = decided.reads, len(decided.exchanges)
         keep = 0.5 ** (self._steps / self.settings.net_half_life)
-        for number, (virtual, net) in enumerate(zip(self._virtual, self._nets, strict=True)):
-            variance = self._reads * virtual.share_displaced
-            gained, exchanges = virtual.decide(self._reads, self.cost)
-            net.add(keep, gained - self.cost * len(exchanges), variance)
-            moved += len(exchanges)
-            if number == self.followed:
-                self._mark_all(exchanges)
-        self._pace = 1 if moved * QUIET > len(self._home) else min(2 * self._pace, LONGEST_INTERVAL)
+        net.add(keep, decided.gained - self.cost * exchanges, decided.reads * decided.displaced)
+        self._moved += exchanges
+        if self._undecided:
+            return True
+        self._pace = 1 if self._moved * QUIET > len(self._away) else min(2 * self._pace, LONGEST_INTERVAL)
         self._choose()
         self._earn()
+        return False
+
+    def looked(self) -> None:
+        """All steps of a decision that are left."""
+        while self.decide():
+            pass
 
     def _choose(self) -> None:
         """Whom to follow from now on."""
@@ -165,17 +171,17 @@ class LivePolicy:
         ahead, behind = self._net(best), self._net(self.followed)
         if best == self.followed or ahead.reads <= behind.reads:
             return
-        luck = self.settings.clear * sqrt(ahead.variance + behind.variance)
-        exchanges = int((self._goal(best) & ~self.residency.on(Location.GPU)).sum())
-        if ahead.reads - behind.reads > luck + self.settings.invested * exchanges * self.cost:
+        lead = ahead.reads - behind.reads - self.settings.clear * sqrt(ahead.variance + behind.variance)
+        if lead > 0 and lead > self.settings.invested * self._newcomers(best) * self.cost:
             self._follow(best, ahead.reads, behind.reads)
 
     def _net(self, number: int) -> _Net:
         return _NO_NET if number == HOME else self._nets[number]
 
-    def _goal(self, number: int) -> npt.NDArray[np.bool_]:
-        """Who is on the GPU there."""
-        return self._home if number == HOME else self._home + self._virtual[number].better > 0
+    def _newcomers(self, number: int) -> int:
+        """Experts that are on the GPU there and not here."""
+        goal = 0 if number == HOME else self._virtual[number].better
+        return int((self._away < goal).sum())
 
     def _follow(self, number: int, reads: float, before: float) -> None:
         names = "the placement at the start", *(f"half-life {v.half_life:g}" for v in self.settings.habits)
@@ -184,55 +190,34 @@ class LivePolicy:
             names[number + 1], names[self.followed + 1], reads, before,
         )  # fmt: skip
         self.rests += number == HOME
-        self.followed, self._at_home_since = number, self._step
-        goal, here = self._goal(number), self.residency.on(Location.GPU)
-        self._may = np.where(here & ~goal, LEAVE, np.where(goal & ~here, COME, STAY)).astype(np.int8)
-        self._may[~self._movable] = STAY
-        self._may[list(self._ended)] = STAY
-        for layer, expert in self._busy:
-            self._may[layer, expert] = STAY
-
-    def _mark_all(self, exchanges: list[Exchange]) -> None:
-        """The placement that is followed has made these."""
-        for layer, _, leaving, coming in exchanges:
-            for expert in (leaving, coming):
-                self._mark(layer, expert)
-
-    def _mark(self, layer: int, expert: int) -> None:
-        if layer in self._ended or (layer, expert) in self._busy or not self._movable[layer, expert]:
-            self._may[layer, expert] = STAY
-            return
-        here, goal = self.residency.location(layer, expert) is Location.GPU, bool(self._home[layer, expert])
-        if not self.resting:
-            goal = goal + self._virtual[self.followed].better[layer, expert] > 0
-        self._may[layer, expert] = STAY if here == goal else LEAVE if here else COME
+        self.followed, self._at_home_since, self._at_home = number, self._step, False
 
     def _earn(self) -> None:
         limit, steps = max(1.0, self._per_decision), self._steps
         self._allowance = min(self._allowance + self._per_decision * steps / self.settings.interval_steps, limit)
         earned = self.settings.spends * self._reads / max(self.cost, 1e-9)
-        self._credit = min(self._credit + earned, float(len(self._home)))
+        self._credit = min(self._credit + earned, float(len(self._away)))
 
     def next_exchanges(self) -> list[Exchange]:
         """Exchanges to make now, most worthwhile first; each is under way until `done` or `dropped`."""
         room = int(min(self._allowance, self._credit))
-        if room == 0 or not self._may.any():
+        if room == 0 or self._at_home:
             return []
         self.passes += 1
-        scores, least_gain = self._home_counts, ANY
+        scores, goal, least_gain = self._home_counts, None, ANY
         if not self.resting:
-            scores = self._virtual[self.followed].counts
+            scores, goal = self._virtual[self.followed].counts, self._virtual[self.followed].better
             least_gain = self.settings.worth * self.settings.habits[self.followed].least_gain(self.cost)
-        slots, rules = self.residency.slots, (least_gain, -1.0, 0.0)
-        picks = [Exchange(*each) for each in _core.pick_exchanges(scores, self._may, slots, *rules, room)]
-        for layer, _, leaving, coming in picks:
-            self._busy |= {(layer, leaving), (layer, coming)}
+        arrays, rules = (scores, self._away, goal, self._idle, self.residency.slots), (least_gain, -1.0, 0.0)
+        picks = [Exchange(*each) for each in _core.pick_towards(*arrays, rules, room)]
+        self._under_way += len(picks)
+        self._at_home = self.resting and not self._under_way
         self._allowance -= len(picks)
         self._credit -= len(picks)
         return picks
 
     def done(self, *exchanges: Exchange) -> None:
-        _core.note_exchanges(exchanges, self.residency.slots, self._unused, self._may)
+        _core.note_exchanges(exchanges, self.residency.slots, self._away, self._unused)
         for exchange in exchanges:
             self._unlock(exchange)
 
@@ -243,20 +228,19 @@ class LivePolicy:
     def stranded(self, exchange: Exchange) -> None:
         """The leaving expert is in CPU memory, and so is the other; the slot is lost."""
         self.residency.sink(exchange.layer, exchange.leaving)
+        self._away[exchange.layer, exchange.leaving] -= 1
         self._unlock(exchange)
 
     def _unlock(self, exchange: Exchange) -> None:
         layer, _, leaving, coming = exchange
-        for expert in (leaving, coming):
-            self._busy.discard((layer, expert))
-            self._mark(layer, expert)
+        self._under_way -= 1
+        self._idle[layer, leaving] = self._idle[layer, coming] = 1
         if layer in self._ended:
             self.ended(layer)
 
     def ended(self, layer: int) -> None:
         """Nothing can move there any more; it stays as it is, and nobody counts what moving would gain there."""
         self._ended.add(layer)
-        self._may[layer] = STAY
-        better = self.residency.on(Location.GPU)[layer].astype(np.int8) - self._home[layer].astype(np.int8)
+        self._idle[layer] = 0
         for virtual in self._virtual:
-            virtual.freeze(layer, self.residency.slots[layer], better)
+            virtual.freeze(layer, self.residency.slots[layer], self._away[layer])

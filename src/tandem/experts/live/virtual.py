@@ -4,15 +4,16 @@ Its exchanges are made at once, and cost what a real one costs. So its net says,
 placement beats the one at the start ("home"). Where routing is uniform it pays for exchanges that gain nothing, and
 nobody follows it.
 
-A decision looks at all experts, 48 x 512 of them, while everything may stand still. The arrays have left the caches by
-then. So they are few and small, C++ passes over each once (`csrc/experts/live/use_counts.h`), and no layer is sorted.
+A decision looks at all experts, 48 x 512 of them, in arrays that have left the caches by then. So they are few and
+small, C++ passes over each once while a step runs (`csrc/experts/live/use_decision.h`), and no layer is sorted. Python
+does what is done once, for its own bytes are as cold: a call of NumPy takes 10 us.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from math import log, sqrt
+from math import log
 from typing import NamedTuple
 
 import numpy as np
@@ -56,76 +57,61 @@ class Habits:
         return cost * self.half_life / (log(2) * self.horizon)
 
 
+class Decided(NamedTuple):
+    """A decision. reads: of all experts since the last one; displaced: share of the experts that were on another side
+    than at home meanwhile; gained: reads that the GPU would have had over home; exchanges: who changes places now."""
+
+    reads: int
+    displaced: float
+    gained: int
+    exchanges: list[tuple[int, int, int, int]]
+
+
 class VirtualPlacement:
-    """`slots`, `better` and `may`: [layers, experts]."""
+    """`slots`, `better` and `may`: [layers, experts]. C++ changes them (`UseDecision`)."""
 
     def __init__(self, slots: Slots, may: Marks, habits: Habits, dwell: int) -> None:
         """slots: at the start, -1 in CPU memory; may: who may change places; dwell: steps that a newcomer stays."""
         self.slots, self._may, self._habits, self._dwell = slots.copy(), may.copy(), habits, dwell
         self.counts: Floats = np.zeros(slots.shape, np.float32)
         self.better: Marks = np.zeros(slots.shape, np.int8)  # here but not at home: 1; the other way: -1
-        self._last_counts: Counted | None = None
-        self._young: deque[tuple[int, list[Exchange]]] = deque()  # until a step
+        self._young: deque[tuple[int, list[tuple[int, int, int, int]]]] = deque()  # until a step
         self._step, self._credit = 0, 0.0
         self._decision: _core.UseDecision | None = None
-        self._frozen: set[int] = set()  # layers
 
     @property
-    def share_displaced(self) -> float:
-        """Share of all experts that are on another side than at home."""
-        return 2.0 * int((self.better > 0).sum()) / self.better.size
+    def beside(self) -> _core.Meanwhile | None:
+        """Work of all decisions that is done in pieces; None before the first."""
+        return self._decision
 
     def start(self, reads: Counted) -> None:
         """Reads before this do not count."""
-        self._last_counts = reads.copy()
+        self._decision = _core.UseDecision(self.counts, reads.copy(), self.better, self._may, self.slots)
 
     def look(self, reads: Counted, steps: int, cost: float) -> _core.Meanwhile:
         """reads int32 or int64 [layers, experts]: since the start, `steps` more than the last time. What passes over
         all experts is done in pieces, and by `decide` what is left."""
-        if self._last_counts is None:
-            self._last_counts = np.zeros_like(reads)
+        if self._decision is None:
+            self.start(np.zeros_like(reads))
+        assert self._decision is not None
         self._step += steps
         self._grow_up()
         habits = self._habits
-        self._decision = _core.UseDecision(
-            self.counts, reads, self._last_counts, self.better, self._may, self.slots, habits.keep(steps),
-            habits.least_gain(cost), habits.factor - 1, habits.touches,
-        )  # fmt: skip
+        least = habits.least_gain(cost), habits.factor - 1, habits.touches
+        self._decision.begin(reads, habits.keep(steps), *least, habits.luck)
         return self._decision
 
-    def decide(self, reads: float, cost: float) -> tuple[float, list[Exchange]]:
-        """After `look`, of so many reads. Gain over home since the last time, and who changes places now."""
-        decision, self._decision = self._decision, None
-        assert decision is not None
-        gained = decision.gained()
-        self._credit = min(self._credit + self._habits.spends * reads / max(cost, 1e-9), float(len(self.slots)))
-        room = int(self._credit)
-        picks = [Exchange(*each) for each in decision.picked(len(self.slots) if self._habits.luck else room)]
-        picks = [each for each in picks if each.layer not in self._frozen]  # since it was looked at
-        exchanges = self._lucky(picks, cost)[:room]
-        self._undo([each for each in picks if each not in exchanges])
-        self._exchange(exchanges)
-        return gained, exchanges
-
-    def _lucky(self, picks: list[Exchange], cost: float) -> list[Exchange]:
-        """Those whose gain is clear of luck."""
-        if not self._habits.luck:
-            return picks
-        least, counts = self._habits.least_gain(cost), self.counts
-        return [
-            each for each in picks
-            if _gain(counts[each.layer], each) - self._habits.luck * _luck(counts[each.layer], each) >= least
-        ]  # fmt: skip
-
-    def _exchange(self, exchanges: list[Exchange]) -> None:
-        self._credit -= len(exchanges)
+    def decide(self, cost: float) -> Decided:
+        """After `look`."""
+        assert self._decision is not None
+        reads, gained, displaced = self._decision.sums()
+        layers = len(self.slots)
+        self._credit = min(self._credit + self._habits.spends * reads / max(cost, 1e-9), float(layers))
+        exchanges = self._decision.exchange(int(self._credit))
         if exchanges:
-            _core.note_exchanges(exchanges, self.slots, self.better, self._may)
+            self._credit -= len(exchanges)
             self._young.append((self._step + self._dwell, exchanges))
-
-    def _undo(self, picks: list[Exchange]) -> None:
-        for layer, _, leaving, coming in picks:
-            self._may[layer, leaving], self._may[layer, coming] = LEAVE, COME
+        return Decided(reads, displaced / self.better.size, gained, exchanges)
 
     def _grow_up(self) -> None:
         while self._young and self._young[0][0] <= self._step:
@@ -134,18 +120,7 @@ class VirtualPlacement:
 
     def freeze(self, layer: int, slots: Slots, better: Marks) -> None:
         """Nothing moves in that layer any more; it is as [experts] say."""
-        self._frozen.add(layer)
         self.slots[layer], self.better[layer], self._may[layer] = slots, better, STAY
         self._young = deque(
-            (step, [each for each in newcomers if each.layer != layer]) for step, newcomers in self._young
+            (step, [each for each in newcomers if each[0] != layer]) for step, newcomers in self._young
         )
-
-
-def _gain(counts: Floats, exchange: Exchange) -> float:
-    return float(counts[exchange.coming] - counts[exchange.leaving])
-
-
-def _luck(counts: Floats, exchange: Exchange) -> float:
-    """Standard deviation of `_gain`, if uses come at random."""
-    return sqrt(float(counts[exchange.coming] + counts[exchange.leaving]))
-

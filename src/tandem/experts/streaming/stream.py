@@ -17,16 +17,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from tandem.errors import EngineError
+from tandem.experts.residency import NO_SLOT
 from tandem.experts.streaming.copy_stream import CopyStream
 from tandem.experts.streaming.key_tables import KeyTables
 from tandem.experts.streaming.transfer_order import TransferOrder
@@ -42,16 +44,20 @@ from tandem.kernels.packed.experts import PackedExperts
 from tandem.planner.forecast.stream_rates import StreamRates
 from tandem.spec.gpu_scratch import MOST_SHARED_SECONDS, StagingRing
 
+Ints = npt.NDArray[np.int64]
 NEARLY = 0.015  # shares that are so near to each other are the same: copies would be listed anew for little
 
 
 @dataclass(frozen=True, slots=True)
 class StreamedLayer:
-    """One that has experts in CPU memory. residents: parts that are on the GPU, whose keys come first."""
+    """One that has experts in CPU memory. residents: parts that are on the GPU, whose keys come first; gpu_slots: as
+    `GpuExperts.slot_of`, None where no expert is there."""
 
     cpu: PackedExperts
     prompts: PromptExperts
     residents: tuple[ExpertGroup, ...]
+    gpu_slots: Tensor | None = None
+    _pieces: list[Ints] = field(default_factory=list, repr=False, compare=False)  # of all slots, once asked for
 
     @property
     def cpu_slots(self) -> int:
@@ -64,18 +70,28 @@ class StreamedLayer:
 
     def runs(self, cpu_slots: Iterable[int]) -> list[Run]:
         """Copies of these slots; what lies side by side on both sides is one."""
-        runs: list[Run] = []
-        for i, slot in enumerate(cpu_slots):
-            for offset, source, nbytes in self.cpu.pieces(slot):
-                target = i * self.cpu.bytes_per_expert + offset
-                if runs and runs[-1][0] + runs[-1][2] == source and runs[-1][1] + runs[-1][2] == target:
-                    source, target, nbytes = *runs[-1][:2], runs.pop()[2] + nbytes
-                runs.append((source, target, nbytes))
-        return runs
+        pieces = self._all_pieces()[np.fromiter(cpu_slots, np.int64)]
+        offsets, sources, sizes = (pieces[:, :, column].ravel() for column in range(3))
+        targets = offsets + np.repeat(np.arange(len(pieces)) * self.cpu.bytes_per_expert, pieces.shape[1])
+        first = np.ones(len(sources), bool)  # of a run
+        first[1:] = (sources[1:] != (sources + sizes)[:-1]) | (targets[1:] != (targets + sizes)[:-1])
+        starts = np.flatnonzero(first)
+        lengths = np.add.reduceat(sizes, starts) if len(starts) else sizes
+        return list(zip(sources[starts].tolist(), targets[starts].tolist(), lengths.tolist(), strict=True))
+
+    def _all_pieces(self) -> Ints:
+        """As `PackedExperts.pieces`, [slots, pieces, 3]; slots never move."""
+        if not self._pieces:
+            self._pieces.append(np.array([self.cpu.pieces(slot) for slot in range(self.cpu_slots)], np.int64))
+        return self._pieces[0]
 
     def expert_cpu_slots(self) -> list[int]:
-        """Each expert's place; -1 where it is not in CPU memory."""
-        return [cpu_slot_of(self.cpu, expert) for expert in range(self.cpu.num_experts)]
+        """Each expert's place; -1 where it is on the GPU, or not in CPU memory. Those with a slot on the GPU are not
+        asked for: what is not in CPU memory answers with an error, which takes 4 us, and they are many."""
+        slots = [] if self.gpu_slots is None else self.gpu_slots.tolist()
+        slots += [NO_SLOT] * (self.cpu.num_experts - len(slots))
+        experts = enumerate(slots[: self.cpu.num_experts])
+        return [cpu_slot_of(self.cpu, expert) if slot == NO_SLOT else -1 for expert, slot in experts]
 
 
 def streamed_layer(
@@ -93,7 +109,7 @@ def streamed_layer(
     if not PromptExperts.reads((gate_up, down), between):
         return None
     if gpu is not None and gpu.prompts is not None:
-        return StreamedLayer(cpu, gpu.prompts, tuple(gpu.parts()))
+        return StreamedLayer(cpu, gpu.prompts, tuple(gpu.parts()), gpu.slot_of)
     return StreamedLayer(cpu, PromptExperts(gate_up, down, between, device, cpu.num_experts), ())
 
 

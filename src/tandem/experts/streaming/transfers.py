@@ -87,8 +87,15 @@ class Transfers:
 
     def reorder(self, layer: int, cpu_slots: npt.NDArray[np.int32]) -> None:
         """Its slots travel in this order, in the next step."""
+        if np.array_equal(self._order_of(layer), cpu_slots):
+            return
         self._order[layer] = cpu_slots
         self._runs.pop(layer, None)
+
+    def _order_of(self, layer: int) -> npt.NDArray[np.int32]:
+        if layer not in self._order:
+            self._order[layer] = np.arange(_of(self._layers, layer).cpu_slots, dtype=np.int32)
+        return self._order[layer]
 
     def of(self, layer: int) -> range:
         """Numbers of a layer's."""
@@ -139,8 +146,7 @@ class Transfers:
         runs = self._runs.setdefault(delivery.layer, {})
         if delivery not in runs:
             layer, first = _of(self._layers, delivery.layer), delivery.first
-            order = self._order.get(delivery.layer, np.arange(layer.cpu_slots, dtype=np.int32))
-            runs[delivery] = layer.runs(order[first : first + delivery.count].tolist())
+            runs[delivery] = layer.runs(self._order_of(delivery.layer)[first : first + delivery.count].tolist())
         return runs[delivery]
 
 
