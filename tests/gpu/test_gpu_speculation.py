@@ -28,7 +28,10 @@ from tandem.planner.choices.speculation import SpeculationPlan
 pytestmark = [pytest.mark.gpu, needs_cuda]
 ROWS, MOST = 12, 5
 PAGED = ["qwen3_moe-gpu", "glm4_moe", "gpt_oss", "deepseek_v3", "deepseek_v32", "mixtral-window"]
-SLOTTED = ["qwen3_next", "qwen3_5_moe_text", "deepseek_v4-every"]
+SLOTTED = [
+    "qwen3_next", "qwen3_5_moe_text", "deepseek_v4-every", "kimi_linear", "bailing_hybrid", "glm5_next-pools",
+    "qwen4_exp",
+]  # fmt: skip
 PROMPTS = {"a": [7, 8, 9, 7, 8], "b": [40] * 20}
 
 

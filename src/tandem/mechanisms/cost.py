@@ -62,7 +62,6 @@ class Cost(Generic[Shape]):
     each_row = False  # a GPU computes a row with the same bits whatever rows are beside it
     has_plain_kernels = False  # steps without draft tokens have faster kernels, with other last bits
     warms_up = False  # modules that are not ours take steps of no sequence, which load kernels early
-    gpu_one_token = ""  # why a GPU computes no rows of guesses; "": it does
     own_kernels = ""  # why --attention-backend changes nothing; "": there is a choice
     depends_on_others = ""  # why a row's last bits on a CPU depend on the rows beside it; "": they do not
 

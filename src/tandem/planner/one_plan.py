@@ -21,7 +21,7 @@ from tandem.planner.choices.gpu_choices import gpu_choices
 from tandem.planner.choices.left_to_ram import expert_bytes
 from tandem.planner.choices.live_placement import check_wish
 from tandem.planner.choices.shared_experts import why_apart
-from tandem.planner.choices.speculation import beside_gpu, most_draft_tokens, speculation, speculation_texts
+from tandem.planner.choices.speculation import most_draft_tokens, speculation, speculation_texts
 from tandem.planner.choices.tables import IN_RAM, table_bytes, table_text, token_row_bytes, where_tables
 from tandem.planner.choices.threads import ThreadPlan, plan_threads
 from tandem.planner.expert_format import dense_choice, dtype_of, stored_or_asked
@@ -77,12 +77,6 @@ class NumberTypes:
 
 def one_plan(wish: PlanRequest, device: Device, tight: Tight) -> Plan:
     """Raises ConfigError: of one reason or a few, DoesNotFit where memory is missing."""
-    if device[0] is not None:
-        wish = replace(wish, model=beside_gpu(wish.model))
-    return _planned(wish, device, tight)
-
-
-def _planned(wish: PlanRequest, device: Device, tight: Tight) -> Plan:
     config, model, machine, gpu = tight.flags(wish.config), wish.model, wish.machine, device[0]
     numbers, about_numbers = _numbers(config, wish, device)
     threads = plan_threads(config, machine)

@@ -52,7 +52,6 @@ class ModelConfig:
     draft: str = ""  # what of the checkpoint would guess tokens, and is not run
     drafts: Drafts | None = None  # what guesses tokens, if the checkpoint has it ...
     drafter: Drafts | None = None  # ... and the same, if it is loaded
-    one_token: str = ""  # why a step computes no rows of guesses, though the model could take them back
     tower: Tower | None = None  # what reads images, if the checkpoint has it ...
     vision: Tower | None = None  # ... and the same, if it is loaded
     blind: str = ""  # why a tower that config.json names is none

@@ -20,7 +20,6 @@ class Cost(cost.Cost[ChannelDelta]):
     """Cost of a constant-size memory with a convolution before it."""
 
     kernels, launches = 10, 13
-    gpu_one_token = "delta nets whose channels decay apart take no guess back"
 
     def scratch_bytes(self, step: StepSize, hidden: int, streams: int) -> int:
         return step.rows * self.shape.chunk_row_bytes

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from tandem.errors import ConfigError
 from tandem.flags.engine_config import EngineConfig
-from tandem.mechanisms.cost import cost_of
 from tandem.planner.attention_backend import own_kernels
 from tandem.spec.drafts import DraftBlockShape
 from tandem.spec.model_config import ModelConfig, why_alone
@@ -77,13 +75,8 @@ def drafting(config: EngineConfig, model: ModelConfig) -> ModelConfig:
 
 
 def check_gpu_drafts(config: EngineConfig, model: ModelConfig) -> None:
-    """Raises ConfigError where a GPU's kernels, or those that are asked for, cannot compute rows of guesses."""
+    """Raises ConfigError where the kernels that are asked for cannot compute rows of guesses."""
     algorithm, kernels = config.speculative_algorithm, config.attention_backend
-    if model.drafter is not None and model.one_token:
-        raise ConfigError(
-            f"--speculative-algorithm {algorithm}: {model.one_token}: leave it out, or take --device cpu",
-            fields=_ALGORITHM,
-        )
     if own_kernels(model.attentions):
         return
     if model.drafter is not None and kernels not in ("auto", "triton"):
@@ -139,20 +132,11 @@ def speculation_texts(config: EngineConfig, model: ModelConfig) -> Iterator[tupl
 
 def why_one_token(model: ModelConfig) -> str:
     """Why rows of guesses are not possible; "": they are."""
-    if model.one_token:
-        return model.one_token
     if reason := why_alone(model):
         return f"Transformers' own cache cannot forget wrong guesses: {reason}"
     if not all(map(_takes_back, model.states)):
         return "part of its state holds several tokens together, and wrong guesses could not be taken back"
     return ""
-
-
-@lru_cache(4)  # a planner asks again and again, and sums are kept with a model
-def beside_gpu(model: ModelConfig) -> ModelConfig:
-    """The model on a GPU, which may compute no rows of guesses, though a CPU does."""
-    why = next(filter(None, (cost_of(mixer).gpu_one_token for mixer in model.mixers)), "")
-    return replace(model, one_token=f"beside a GPU {why}") if why else model
 
 
 def _takes_back(state: State) -> bool:

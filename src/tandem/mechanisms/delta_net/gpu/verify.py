@@ -27,6 +27,7 @@ from tandem.mechanisms.delta_net.gpu.parts import (
 from tandem.mechanisms.delta_net.gpu.step import ELEMENTS_PER_WARP, MAX_REGISTERS
 from tandem.mechanisms.delta_net.shape import DeltaRule
 from tandem.mechanisms.delta_net.torch import UNIT_EPS, DeltaState, DeltaWeights
+from tandem.mechanisms.recurrence.gpu.runs import span
 
 
 @triton.jit
@@ -57,15 +58,6 @@ def _gate(stash, gate, of, at, place, GATES: tl.constexpr):
 
 
 @triton.jit
-def _span(starts, lens, slots, s, rows, slot, RUN: tl.constexpr, BEFORE: tl.constexpr):
-    """Tokens before the rows, and how many rows are folded: the neighbours from s on that have this slot."""
-    ahead = s + tl.arange(0, RUN)
-    new = tl.sum((tl.load(slots + ahead, ahead < rows, other=-1) == slot).to(tl.int32)) * (1 - BEFORE)
-    own = tl.load(starts + s + 1) - tl.load(starts + s)
-    return tl.load(lens + s) - own, new
-
-
-@triton.jit
 def _learnt(state, q, k, v, b, a, own_decay, own_bias, scale, unit_eps):
     """The memory after a token, and what the token reads from it. As in `step.py`: sums are of the memory before."""
     beta, shrink = tl.sigmoid(b), tl.exp(own_decay * softplus(a + own_bias))
@@ -91,7 +83,7 @@ def _verify(projected, gates, conv, decay, dt_bias, norm, starts, lens, slots, s
     let_next_start(OVERLAP)
     s, head = tl.program_id(0) + first, tl.program_id(1)
     slot, done = tl.load(slots + s).to(tl.int64), tl.load(state_lens + s)
-    known, new = _span(starts, lens, slots, s, rows, slot, RUN, BEFORE)
+    known, new = span(starts, lens, slots, s, rows, slot, RUN, BEFORE)
     before = tl.load(slots + s - 1, (s > 0) & (slot > 0), other=-1)
     following = tl.load(slots + s + new, s + new < rows, other=1)
     i, j = tl.arange(0, KB), tl.arange(0, VB)

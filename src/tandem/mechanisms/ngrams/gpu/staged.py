@@ -40,7 +40,7 @@ class StagedRows:
 
     def begin(self, batch: TokenBatch, captured: bool) -> None:
         """Finds the rows of a batch in host memory. captured: its kernels are a graph's, or will be."""
-        size, each = len(batch.input_ids), self._token_bytes
+        size, each = batch.input_ids.numel(), self._token_bytes  # `len` takes as long as the call of the core
         if captured and size not in self._of_graphs:
             self._of_graphs[size] = self._memory(size)
         if not captured and self._read is not None:

@@ -85,10 +85,18 @@ def answered(tokens: RecurrentTokens, batch: KernelBatch, memory: Tensor) -> Ten
     in_chunks = None if is_alone(batch, out) else way_of(tokens)
     single = batch.single_rows if in_chunks else len(batch.seq_lens)
     if single:
-        _row_by_row(tokens, batch, single, memory, out)
-    if in_chunks and single < len(batch.seq_lens):
-        in_chunks(tokens, batch, single, memory, out)
+        _row_by_row(tokens, batch, range(single), memory, out)
+    if single < len(batch.seq_lens):
+        answer_prompts(tokens, batch, single, memory, out)
     return out
+
+
+def answer_prompts(tokens: RecurrentTokens, batch: KernelBatch, first: int, memory: Tensor, out: Tensor) -> None:
+    """Answers of all sequences from `first` on into their rows of out; those before have one row each."""
+    if in_chunks := way_of(tokens):
+        in_chunks(tokens, batch, first, memory, out)
+    else:
+        _row_by_row(tokens, batch, range(first, len(batch.seq_lens)), memory, out)
 
 
 def way_of(tokens: RecurrentTokens) -> Callable[[RecurrentTokens, KernelBatch, int, Tensor, Tensor], None] | None:
@@ -100,16 +108,17 @@ def way_of(tokens: RecurrentTokens) -> Callable[[RecurrentTokens, KernelBatch, i
     return scan if tokens.decay.shape[2] == 1 else None
 
 
-def _row_by_row(tokens: RecurrentTokens, batch: KernelBatch, sequences: int, memory: Tensor, out: Tensor) -> None:
-    """The first `sequences`."""
+def _row_by_row(tokens: RecurrentTokens, batch: KernelBatch, which: range, memory: Tensor, out: Tensor) -> None:
+    """Sequences `which`."""
     queries, written, values, decay, beta = tokens
     (heads, width), (groups, keys) = values.shape[1:], queries.shape[1:]
     columns = min(COLUMNS, max(16, triton.next_power_of_2(width)))
-    _fold[(sequences * heads, triton.cdiv(width, columns))](
-        queries, written, values, decay, values if beta is None else beta, out, memory, batch.query_starts,
-        batch.seq_lens, batch.slots, memory.stride(0), HEADS=heads, GROUP=heads // groups, KEYS=keys, VALUES=width,
-        APART=decay.shape[2] > 1, CORRECTS=beta is not None, KB=max(16, triton.next_power_of_2(keys)), VB=columns,
-        num_warps=4, **overlapped(values.device),
+    _fold[(len(which) * heads, triton.cdiv(width, columns))](
+        queries, written, values, decay, values if beta is None else beta, out, memory,
+        *(each[which.start :] for each in (batch.query_starts, batch.seq_lens, batch.slots)), memory.stride(0),
+        HEADS=heads, GROUP=heads // groups, KEYS=keys, VALUES=width, APART=decay.shape[2] > 1,
+        CORRECTS=beta is not None, KB=max(16, triton.next_power_of_2(keys)), VB=columns, num_warps=4,
+        **overlapped(values.device),
     )  # fmt: skip
 
 
