@@ -47,7 +47,6 @@ def test_threads_that_are_asked_for_are_all_ranks_together(tiny_models) -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ({"speculative_algorithm": "NEXTN"}, "take --speculative-algorithm NGRAM, or leave it out"),
         (
             {"kt_max_deferred_experts_per_token": 1, "kt_enable_dynamic_expert_update": True},
             "would come late on one rank",
