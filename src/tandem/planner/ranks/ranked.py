@@ -109,8 +109,6 @@ def _why_not(config: EngineConfig, machine: Machine, ranks: int) -> str:
             "an expert that moves would come late on one rank and not on another; leave "
             "--kt-max-deferred-experts-per-token or --kt-enable-dynamic-expert-update out"
         )
-    if config.packed_cache is not None:
-        return "ranks keep no packed experts; leave --packed-cache out"
     if config.map_experts == "always":
         return "ranks hold parts of experts, which are no views of a file; leave --map-experts out"
     if len(machine.cores) < ranks:
