@@ -71,6 +71,10 @@ class EngineError(TandemError):
     """The engine failed or died while it had work."""
 
 
+class RanksApart(EngineError):
+    """Ranks may stand in different places of a step, and would not meet again: the process has to end."""
+
+
 class RankLost(EngineError):
     """Another rank of the model has ended, or does not answer: the supervisor says which, and why."""
 

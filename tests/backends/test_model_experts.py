@@ -128,8 +128,6 @@ def test_what_cannot_be_is_refused(tiny_models: TinyModels, monkeypatch: pytest.
         opened(path).layer(7)
     with pytest.raises(ConfigError, match=r"28 rows of experts cannot be divided among 3 ranks; possible: 1, 2, 4, 7"):
         opened(path, Host(RankShard(0, 3)))
-    with pytest.raises(ConfigError, match="packed_cache: ranks"):
-        opened(path, Host(RankShard(0, 2)), packed_cache=str(tmp_path))
     monkeypatch.setattr(model_experts, "these_cpus", lambda _cpus: replace(these_cpus(), available_memory=1000))
     with pytest.raises(DoesNotFit, match="36 experts in f32 take"):
         opened(path)

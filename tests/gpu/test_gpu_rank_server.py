@@ -12,6 +12,7 @@ import httpx
 import pytest
 import torch
 
+from draft_models import drafted
 from gpu import needs_cuda
 from gpu_sessions import logprobs, rms
 from quiet_clock import PATIENCE
@@ -58,6 +59,23 @@ def test_a_prompt_of_several_chunks_is_answered(server) -> None:
     body = {"input_ids": [5 + i % 90 for i in range(100)], "sampling_params": sampling}
     answer = httpx.post(f"{server.url}/generate", json=body, timeout=PATIENCE)
     assert answer.status_code == 200 and len(answer.json()["output_ids"]) == 4
+
+
+def test_a_draft_layer_drafts_on_all_ranks(tiny_models, tmp_path, monkeypatch) -> None:
+    """Drafts of random weights: few come, and answers are as probable as without."""
+    monkeypatch.setenv("TANDEM_RANKS_SHARE_GPU", "1")
+    path = drafted(tiny_models["glm4_moe"], tmp_path / "drafted").path
+    flags = (*FLAGS, "--speculative-algorithm", "NEXTN", "--disable-speculative-governor")
+    with running(spawn_real(path, tmp_path / "log", *flags)) as server:
+        server.wait_until_ready()
+        with ThreadPoolExecutor(8) as several:
+            answers = [each.result().json() for each in [several.submit(asked, server) for _ in range(8)]]
+        said = server.info()["stats"]["speculation"]
+    got = torch.tensor([[each[0] for each in one["meta_info"]["output_token_logprobs"]] for one in answers])
+    texts = [PROMPT + one["output_ids"] for one in answers]
+    exact, theirs = (logprobs(path, dtype, texts, 12) for dtype in ("float32", "bfloat16"))
+    assert rms(got, exact) < 2 * rms(theirs, exact)
+    assert said["guesses"] > 0 and "Traceback" not in server.log.read_text()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

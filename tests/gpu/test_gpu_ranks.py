@@ -39,7 +39,9 @@ def example(of, rows, columns, dtype):
     generator = torch.Generator().manual_seed(1000 * rows + columns + of)
     return torch.randn(rows, columns, generator=generator).to(device, dtype)
 for dtype in (torch.bfloat16, torch.float32):
-    for rows, columns in [(1, 8), (1, 7168), (3, 2048), (8, 7168), (33, 2880), (300, 4096), (1111, 7168)]:
+    for rows, columns in [
+        (1, 8), (1, 7168), (3, 2048), (8, 7168), (33, 2880), (128, 2048), (96, 4096), (300, 4096), (1111, 7168),
+    ]:
         each = [example(of, rows, columns, dtype) for of in range(ranks)]
         right = each[0].float()
         for other in each[1:]:

@@ -12,6 +12,7 @@ from tandem.engine.ranks.messages import StepList
 from tandem.errors import ConfigError
 from tandem.flags.engine_config import EngineConfig
 from tandem.machine.machine import Machine
+from tandem.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.skipif(len(Machine.detect_cpus().cores) < 2, reason="a rank needs a core")
 
@@ -98,6 +99,16 @@ def test_a_rank_that_fails_ends_the_engine(tiny_models, tmp_path) -> None:
         with pytest.raises(Exception, match="would not meet again"):
             llm.generate([[1, 2, 3]], GREEDY, progress=False)
     assert "step" in other.failed
+
+
+def test_the_first_rank_alone_reads_the_tokenizer(tiny_models, tmp_path, monkeypatch) -> None:
+    """A large one takes some 100 MiB, and every other rank would have a copy."""
+    read, load = list[str](), Tokenizer.load
+    monkeypatch.setattr(Tokenizer, "load", lambda path: read.append(str(path)) or load(path))
+    path = str(tiny_models["qwen3_moe"])
+    with ranked_engine(EngineConfig.from_keywords(path, tp=2, **FLAGS), tmp_path) as (engine, _):
+        assert LLM.from_engine(engine).generate([[1, 2]], GREEDY, progress=False)
+    assert read == [path]
 
 
 def test_ranks_are_a_servers(tiny_models) -> None:

@@ -47,12 +47,10 @@ def test_threads_that_are_asked_for_are_all_ranks_together(tiny_models) -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ({"speculative_algorithm": "NEXTN"}, "take --speculative-algorithm NGRAM, or leave it out"),
         (
             {"kt_max_deferred_experts_per_token": 1, "kt_enable_dynamic_expert_update": True},
             "would come late on one rank",
         ),
-        ({"packed_cache": "kept"}, "leave --packed-cache out"),
         ({"map_experts": "always"}, "leave --map-experts out"),
         ({"kt_method": "INT4"}, r"28 rows of experts, which have groups of 32, cannot .* possible: 1$"),
     ],

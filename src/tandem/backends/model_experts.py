@@ -57,8 +57,6 @@ class ModelExperts:
         self.host, self.gpu_experts = host, asked_experts(config, whole)[0] or 0
         if self.gpu_experts and host.device.type != "cuda":
             raise ConfigError("kt_gpu_experts_ratio and kt_num_gpu_experts need a GPU, which this engine has not")
-        if config.packed_cache is not None and host.shard.ranks > 1:
-            raise ConfigError("packed_cache: ranks keep no packed experts; leave it out")
         on_cpu = whole.routed_experts - self.gpu_experts - host.skipped * len(whole.moe_layers)
         plan = experts_plan(own, self.config, machine, stored, on_cpu)
         self.plan = replace(plan, cpus=beginning_at(plan, _only_cpu()))

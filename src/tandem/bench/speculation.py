@@ -185,6 +185,7 @@ def _prompt(parts: EngineParts, task: str, number: int) -> list[int]:
     """Those of a batch begin differently."""
     message = TASKS[task] if number == 0 else f"Question {number}. {TASKS[task]}"
     tokenizer = parts.tokenizer
+    assert tokenizer is not None
     beginning = BEGUN.get(task, "")
     if tokenizer.chat_template is None:
         return tokenizer.encode(f"{message}\n{beginning}")

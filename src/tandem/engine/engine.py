@@ -85,10 +85,11 @@ class Engine:
         return engine
 
     def _assemble(self, parts: EngineParts) -> None:
-        plan = parts.plan
-        self.plan, self.model_config, self.tokenizer = plan, parts.model_config, parts.tokenizer
+        plan, tokenizer = parts.plan, parts.tokenizer
+        assert tokenizer is not None, "an engine reads and writes text"
+        self.plan, self.model_config, self.tokenizer = plan, parts.model_config, tokenizer
         self._workers, self._leader = parts.workers, parts.leader
-        self._eos_ids = frozenset((*parts.model_config.eos_ids, *parts.tokenizer.eos_ids))
+        self._eos_ids = frozenset((*parts.model_config.eos_ids, *tokenizer.eos_ids))
         states = states_of(parts)
         self._kv = KVCache(plan.num_pages, plan.page_size, prefix_cache=plan.radix_cache)
         self._runner = runner_of(parts, states.arrays)
@@ -113,11 +114,11 @@ class Engine:
         self._meter: ExpertMeter | None = None
         if parts.usage is not None:
             self._meter = ExpertMeter(parts.usage, parts.model_config.moe_layers, parts.handoff, parts.live)
-        self.grammars = GrammarQueue(parts.tokenizer, parts.model_config.vocab, self._eos_ids)
+        self.grammars = GrammarQueue(tokenizer, parts.model_config.vocab, self._eos_ids)
         self._notices: list[TokenOutput] = []  # outputs that no step made: aborts
         self._arrivals = 0
         self._counters = Counters()
-        self._answers = Answers(self._scheduler, parts.tokenizer, self._eos_ids, self._counters)
+        self._answers = Answers(self._scheduler, tokenizer, self._eos_ids, self._counters)
 
     def add(self, request: GenerateRequest) -> None:
         """Queues a request. Raises RequestError, and changes nothing, if it can never run; BusyError if not now."""

@@ -32,7 +32,7 @@ def notices(
 
 def _unread(model: ModelConfig) -> Iterator[str]:
     possible = model.drafts is not None and model.drafter is None and not why_one_token(model)
-    if possible and model.drafts is not None and model.shard.ranks == 1:  # several have no draft layer yet
+    if possible and model.drafts is not None:
         name = "NEXTN" if model.drafts.block is None else "DSPARK"
         yield f"the checkpoint has a draft layer, which is not loaded; --speculative-algorithm {name} guesses with it"
     if model.draft:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
 
@@ -55,14 +56,17 @@ class RankThread(Thread):
 
 
 @contextlib.contextmanager
-def ranked_engine(config: EngineConfig, folder: Path) -> Iterator[tuple[Engine, list[RankThread]]]:
+def ranked_engine(
+    config: EngineConfig, folder: Path, **changed: object
+) -> Iterator[tuple[Engine, list[RankThread]]]:
+    """changed: parts of the first rank's."""
     endpoint = f"ipc://{folder}/engine"
     leader = Leader(endpoint, config.tensor_parallel_size)
     others = [RankThread(endpoint, rank) for rank in range(1, config.tensor_parallel_size)]
     for each in others:
         each.start()
     try:
-        engine = Engine.from_parts(load_parts(config, leader=leader))
+        engine = Engine.from_parts(replace(load_parts(config, leader=leader), **changed))
         yield engine, others
         engine.close()
     finally:

@@ -11,6 +11,7 @@ from tandem.engine.ranks.lists import Mirror
 from tandem.engine.ranks.messages import StepList
 from tandem.engine.runners import runner_of, states_of
 from tandem.engine.sequence import Chunk
+from tandem.engine.speculation.from_plan import rollouts_of
 from tandem.engine.start.parts import EngineParts
 from tandem.engine.step.step import Step
 
@@ -23,6 +24,7 @@ class Follower:
         plan = parts.plan
         self._states, self._begin_step = states_of(parts), parts.begin_step
         self._runner, self._group = runner_of(parts, self._states.arrays), parts.group
+        self._rollouts = rollouts_of(parts, self._states) if plan.drafts else None
         self._warm = _nothing_to_warm if plan.gpu is None else _warming(self._runner, parts)
         self._mirror = Mirror(-(-plan.context_length // plan.page_size))
 
@@ -34,13 +36,19 @@ class Follower:
                 self._begin_step.slot_copied(source, target)
         if step.committed is not None:
             self._runner.commit(step.committed)
+        if step.widths is not None and self._rollouts is not None:
+            self._rollouts.chains(self._mirror.runs(step), step.widths)
+        else:
+            self._run(step)
+        if self._group is not None:
+            self._group.check()
+
+    def _run(self, step: StepList) -> None:
         chunks = cast(list[Chunk], self._mirror.chunks(step))  # as far as a batch asks
         if step.warms:
             self._warm(chunks, step.streams)
         else:
             self._runner.start(Step(tuple(chunks))).result()  # the first rank chooses tokens
-        if self._group is not None:
-            self._group.check()
 
 
 def _nothing_to_warm(chunks: Rows[Chunk], streams: bool) -> None: ...

@@ -14,6 +14,7 @@ import zmq
 from tandem.engine.ranks.lists import StepLists
 from tandem.engine.ranks.messages import StartRank, StepList
 from tandem.engine.sequence import Chunk
+from tandem.engine.speculation.draft_batch import DraftRows
 from tandem.errors import EngineError
 from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.ranks.meeting import Meeting
@@ -50,6 +51,10 @@ class Leader:
     def step(self, chunks: Rows[Chunk], **more: Any) -> None:
         """The others run them as well. more: further fields of `StepList`."""
         self._tell(self.lists.of(chunks, **more))
+
+    def drafts(self, runs: Rows[DraftRows], widths: Rows[int]) -> None:
+        """The others make the same rows of their draft layer."""
+        self._tell(self.lists.drafts(runs, widths))
 
     def close(self) -> None:
         self._socket.close()

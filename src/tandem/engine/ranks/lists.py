@@ -6,13 +6,14 @@ Both keep each sequence's tables of pages, so that a list names only what has ch
 from __future__ import annotations
 
 from collections.abc import Sequence as Several
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from tandem.engine.ranks.messages import Place, SentRows, StepList
 from tandem.engine.sequence import Chunk, Sequence, Status
+from tandem.engine.speculation.draft_batch import DraftRows
 from tandem.errors import EngineError
 
 Table = npt.NDArray[np.int32]
@@ -40,13 +41,20 @@ class StepLists:
 
     def of(self, chunks: Several[Chunk], **more: Any) -> StepList:
         """more: further fields of `StepList`."""
+        return self._list([self._rows(each.sequence, each, each.logits) for each in chunks], **more)
+
+    def drafts(self, runs: Several[DraftRows], widths: Several[int]) -> StepList:
+        """Rows of the draft layer."""
+        rows = [self._rows(run.sequence, run, int(run.wanted)) for run in runs]
+        return self._list(rows, widths=list(widths))
+
+    def _list(self, rows: list[SentRows], **more: Any) -> StepList:
         ended = [self._sent.pop(s).number for s in list(self._sent) if s.status is Status.FINISHED]
         self._steps += 1
         copies, self._copies = self._copies, []
-        return StepList(self._steps, [self._rows(chunk) for chunk in chunks], ended, copies, **more)
+        return StepList(self._steps, rows, ended, copies, **more)
 
-    def _rows(self, chunk: Chunk) -> SentRows:
-        sequence = chunk.sequence
+    def _rows(self, sequence: Sequence, run: Chunk | DraftRows, logits: int) -> SentRows:
         if sequence not in self._sent:
             self._sequences += 1
             none = np.full_like(sequence.page_table, -1)
@@ -54,9 +62,9 @@ class StepLists:
         number, pages, windows = self._sent[sequence]
         held = sequence.num_pages
         return SentRows(
-            number, sequence.computed_len, chunk.tokens, chunk.logits, sequence.slot, held,
+            number, run.first, run.tokens, logits, sequence.slot, held,
             _changed(pages[:held], sequence.page_table[:held]), _changed(windows[:held], sequence.window_table[:held]),
-            len(chunk.draft_tokens), sequence.state_len,
+            len(run.draft_tokens) if isinstance(run, Chunk) else 0, sequence.state_len,
         )  # fmt: skip
 
 
@@ -109,14 +117,30 @@ class Mirror:
 
     def chunks(self, step: StepList) -> list[MirroredChunk]:
         """Raises EngineError where a list was lost: nothing would fit any more."""
+        return [self._chunk(rows) for rows in self._rows(step)]
+
+    def runs(self, step: StepList) -> list[DraftRows]:
+        """Rows of the draft layer. Raises as `chunks`."""
+        return [self._run(rows) for rows in self._rows(step)]
+
+    def _rows(self, step: StepList) -> list[SentRows]:
         self._steps += 1
         if step.number != self._steps:
             raise EngineError(f"step {self._steps} was awaited, and step {step.number} came")
         for number in step.ended:
             del self._sequences[number]
-        return [self._chunk(rows) for rows in step.rows]
+        return step.rows
 
     def _chunk(self, rows: SentRows) -> MirroredChunk:
+        drafts = tuple(rows.tokens[len(rows.tokens) - rows.draft_tokens :])
+        return MirroredChunk(self._sequence(rows), rows.tokens, rows.logits, drafts)
+
+    def _run(self, rows: SentRows) -> DraftRows:
+        sequence = cast(Sequence, self._sequence(rows))  # as far as a batch asks
+        return DraftRows(sequence, rows.first, rows.tokens, rows.logits > 0)
+
+    def _sequence(self, rows: SentRows) -> Mirrored:
+        """As it is now."""
         known = self._sequences.get(rows.sequence)
         if known is None:
             known = self._sequences[rows.sequence] = Mirrored(self._longest)
@@ -126,5 +150,4 @@ class Mirror:
         for place, page in rows.windows:
             known.window_table[place] = page
         known.num_pages = rows.held
-        drafts = tuple(rows.tokens[len(rows.tokens) - rows.draft_tokens :])
-        return MirroredChunk(known, rows.tokens, rows.logits, drafts)
+        return known

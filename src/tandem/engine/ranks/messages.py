@@ -21,7 +21,7 @@ class StartRank(msgspec.Struct, frozen=True, kw_only=True):
 
 class SentRows(msgspec.Struct, frozen=True, array_like=True):
     """Rows of one sequence in a step: `tokens` from position `first` on, logits of the last `logits`. It holds `held`
-    pages.
+    pages. Of a draft layer's rows each token is the one behind its position, and `logits` is 1 where the last guesses.
 
     pages, windows: places of its tables that differ from what was said of it before. draft_tokens: so many last tokens
     are drafts. state_len: tokens that its slot's folds hold.
@@ -42,7 +42,8 @@ class SentRows(msgspec.Struct, frozen=True, array_like=True):
 class StepList(msgspec.Struct, frozen=True, array_like=True):
     """Copies of slots, from and to, then a step. ended: sequences that no later list names. warms: it loads GPU kernels
     before the start, through one layer of each kind; streams: whose experts travel. committed: tokens that the rows of
-    the step before were, once wrong drafts were dropped; None: nobody says so."""
+    the step before were, once wrong drafts were dropped; None: nobody says so. widths: how many drafts are made of each
+    run that guesses, where these are rows of the draft layer; None: of the model."""
 
     number: int
     rows: list[SentRows]
@@ -51,3 +52,4 @@ class StepList(msgspec.Struct, frozen=True, array_like=True):
     warms: bool = False
     streams: bool = False
     committed: int | None = None
+    widths: list[int] | None = None

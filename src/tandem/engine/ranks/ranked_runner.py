@@ -12,7 +12,7 @@ from tandem.engine.ranks.leader import Leader
 from tandem.engine.sampling.logits import DeviceLogits
 from tandem.engine.sequence import Chunk
 from tandem.engine.step.step import Running, Step, StepOutput
-from tandem.errors import EngineError
+from tandem.errors import RanksApart
 
 if TYPE_CHECKING:
     from tandem.kernels.gpu.ranks.gpu_group import GpuGroup
@@ -54,9 +54,9 @@ class Leading:
         return None
 
     def after_failure(self) -> None:
-        """Raises EngineError where ranks may stand in different places of a step."""
+        """Raises RanksApart where ranks may stand in different places of a step."""
         if self._under_way:
-            raise EngineError("a step of several ranks failed, and they would not meet again")
+            raise RanksApart("a step of several ranks failed, and they would not meet again")
         super().after_failure()  # type: ignore[misc]
 
 

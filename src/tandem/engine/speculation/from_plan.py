@@ -38,11 +38,21 @@ def _drafter(parts: EngineParts, states: StateArrays, pages: KVCache, choice: Sp
     drafter = parts.model_config.drafter
     window = 0 if drafter is None else window_of(drafter.states(parts.model_config.hidden))
     rows = DraftKvInSlots(window) if window else DraftKvInPages(pages)
-    layer = NextN(_chains(parts, states), rows, pages.page_size, most_rows=parts.plan.max_step_tokens)
+    layer = NextN(rollouts_of(parts, states), rows, pages.page_size, most_rows=parts.plan.max_step_tokens)
     return layer if parts.drafter is None else ReplacingDrafter(layer, parts.drafter)
 
 
-def _chains(parts: EngineParts, states: StateArrays) -> Rollouts:
+def rollouts_of(parts: EngineParts, states: StateArrays) -> Rollouts:
+    """Rollouts of the model's draft layer. A first rank's tell the other ranks what they make."""
+    rollouts = _rollouts(parts, states)
+    if parts.leader is None:
+        return rollouts
+    from tandem.engine.ranks.leading_rollouts import LeadingRollouts  # and sockets
+
+    return LeadingRollouts(rollouts, parts.leader, parts.group)
+
+
+def _rollouts(parts: EngineParts, states: StateArrays) -> Rollouts:
     plan, model = parts.plan, parts.model
     assert isinstance(model, DraftingModel), "this model has no draft layer"
     block = None if parts.model_config.drafter is None else parts.model_config.drafter.block
@@ -55,7 +65,7 @@ def _chains(parts: EngineParts, states: StateArrays) -> Rollouts:
         )
     at_once = 0 if block is None else max(1, min(SEQUENCES_AT_ONCE, parts.handoff.sizes.tokens // block.size))
     begin_step = nothing_begins if parts.begin_step is None else parts.begin_step.of_drafts
-    drafts = GpuDrafts(model, states.arrays, parts.handoff, begin_step, at_once)
+    drafts = GpuDrafts(model, states.arrays, parts.handoff, begin_step, at_once, ranked=parts.group is not None)
     most = max(plan.draft_tokens, 0 if block is None else block.size - 1)
     pages, rows = -(-plan.context_length // plan.page_size), ROWS_OF_EACH * (1 + plan.draft_tokens)
     shapes = [

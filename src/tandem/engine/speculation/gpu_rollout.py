@@ -32,13 +32,15 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class GpuDrafts:
     """A draft layer on a GPU. begin_step: as `GpuRunner` has it. at_once: all guesses of so many sequences are made
-    together, at most; 0: one guess is made after the other."""
+    together, at most; 0: one guess is made after the other. ranked: other ranks make the same recordings, and none may
+    do without."""
 
     model: DraftingModel
     states: Rows[tuple[Tensor, ...]]
     handoff: Handoff
     begin_step: BeginStep
     at_once: int = 0
+    ranked: bool = False
 
     def run(self, hidden: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """A pass of a batch on the device."""
@@ -143,6 +145,8 @@ class GpuRollouts:
         try:
             self._record(shapes)
         except Exception as error:  # too little memory, most of all; guesses are drawn without them, too
+            if drafts.ranked:
+                raise
             self._recorded = []
             _log.warning("guesses are drawn pass by pass: %s", error)
 

@@ -16,6 +16,7 @@ from tandem.engine.speculation.draft_length import DraftLengthController, DraftL
 from tandem.engine.speculation.dry_run_drafts import CHEAP_ROWS, DryRunDrafts
 from tandem.engine.speculation.step_times import StepTimes
 from tandem.engine.step.step import SequenceOutput
+from tandem.errors import RanksApart
 
 LOG_SECONDS = 60.0
 RETRY_SECONDS, MOST_RETRY_SECONDS = 60.0, 3600.0  # without guesses after a drawing that failed; each doubles it
@@ -163,9 +164,11 @@ class Speculation:
         return () if self._confidence_drafter is None else self._confidence_drafter.confidences(sequence)
 
     def _draw(self, drawing: BatchDrafter, draws: Rows[tuple[Sequence, int]]) -> Rows[tuple[int, ...]]:
-        """If it fails, answers go on without guesses, for a while."""
+        """If it fails, answers go on without guesses, for a while. Raises RanksApart."""
         try:
             draft_tokens = drawing.draw(draws)
+        except RanksApart:
+            raise
         except Exception:
             _log.exception("no guesses could be drawn; for %.0f s each step decodes one token", self._rests)
             self._rested_until = self._clock() + self._rests

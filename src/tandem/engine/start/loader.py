@@ -52,6 +52,7 @@ from tandem.planner.plan import Plan
 from tandem.planner.ranks.ranked import check_alone, own_side, ranked
 from tandem.planner.resolve import machine_refusals, resolve
 from tandem.spec.model_config import ModelConfig
+from tandem.spec.shard import RankShard
 from tandem.spec.stored import StoredFormats
 from tandem.text.chat_template import chat_template_text
 from tandem.text.tokenizer import Tokenizer
@@ -130,7 +131,7 @@ def load_parts(
         plan_of(config)  # raises them, with all else that stands in the way
     workers = planned_pool(plan_threads(*own_side(config, machine)))
     with (
-        PackedStart(config, directory, workers, progress) as packed,
+        PackedStart(config, directory, workers, progress, RankShard(0, config.tensor_parallel_size)) as packed,
         ThreadPoolExecutor(1, "tandem-gpus") as asking,
     ):
         whole = asking.submit(lambda: machine if config.device == "cpu" else machine.with_gpus())
@@ -157,7 +158,7 @@ def load_rank(start: StartRank, rank: int) -> EngineParts:
     own, model, machine = ranked(config, stored.model, machine, stored.formats, rank)
     plan = rank_plan(start.plan, own, machine)
     workers, meeting = planned_pool(plan), Meeting(rank, config.tensor_parallel_size, start.file)
-    with PackedStart(config, directory, workers, None) as packed:
+    with PackedStart(config, directory, workers, None, model.shard) as packed:
         return _loaded(config, plan, model, stored, workers, packed, None, meeting)
 
 
@@ -188,7 +189,8 @@ def _loaded(
         models.check_headers(model, plan, checkpoint)
     if model.vision is not None:
         model = replace(model, vision=model.vision.capped(plan.image_tokens))
-    start = Start(config, plan, model, checkpoint, stored.tokenizer(config), ops, packed, progress, meeting)
+    tokenizer = stored.tokenizer(config) if meeting is None or meeting.rank == 0 else None
+    start = Start(config, plan, model, checkpoint, tokenizer, ops, packed, progress, meeting)
     parts = start.cpu_parts() if plan.gpu is None else start.gpu_parts()
     if meeting is not None:  # however long one reads: a rank that captured graphs alone would give up
         meeting.share("loaded", b"-", math.inf)
@@ -203,7 +205,7 @@ class Start:
     plan: Plan
     model_config: ModelConfig
     checkpoint: Checkpoint
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
     ops: CpuOps
     packed: PackedStart
     progress: models.Progress | None

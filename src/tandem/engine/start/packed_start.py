@@ -29,6 +29,7 @@ from tandem.machine.gpus import may_have_gpus
 from tandem.models import Progress
 from tandem.planner.plan import Plan
 from tandem.spec.model_config import ModelConfig
+from tandem.spec.shard import ALONE, RankShard
 
 Made = TypeVar("Made")
 
@@ -37,10 +38,15 @@ class PackedStart:
     """Entered before GPUs are looked for and the checkpoint's headers are read. Once left, nothing new is begun."""
 
     def __init__(
-        self, config: EngineConfig, directory: Path, pool: WorkerPool, progress: Progress | None
+        self,
+        config: EngineConfig,
+        directory: Path,
+        pool: WorkerPool,
+        progress: Progress | None,
+        shard: RankShard = ALONE,
     ) -> None:
         self._config, self._progress = config, progress
-        self._early = early_verification(config, directory, pool)
+        self._early = early_verification(config, directory, pool, shard)
         self.cache: PackedCache | None = None
 
     def __enter__(self) -> PackedStart:
@@ -81,12 +87,14 @@ class PackedStart:
             self._progress("verifying packed cache", done, total)
 
 
-def early_verification(config: EngineConfig, directory: Path, pool: WorkerPool) -> Verification | None:
-    """Verification of the only file that this checkpoint has in the cache; whether it is the right one, its key will
-    say. None: there is none, or several, or it cannot be opened, which is said when it is asked for."""
+def early_verification(
+    config: EngineConfig, directory: Path, pool: WorkerPool, shard: RankShard
+) -> Verification | None:
+    """Verification of the only file that this rank has of this checkpoint in the cache; whether it is the right one,
+    its key will say. None: there is none, or several, or it cannot be opened, which is said when it is asked for."""
     if config.packed_cache is None:
         return None
-    names = f"{glob.escape(_beginning(config, directory.resolve()))}*.packed"
+    names = f"{glob.escape(_beginning(config, directory.resolve(), shard))}*.packed"
     paths = list(_cache_directory(config.packed_cache).glob(names))
     if len(paths) != 1:
         return None
@@ -100,8 +108,8 @@ def early_verification(config: EngineConfig, directory: Path, pool: WorkerPool) 
 def packed_cache(
     config: EngineConfig, plan: Plan, model: ModelConfig, checkpoint: Checkpoint, ops: CpuOps
 ) -> PackedCache | None:
-    """Where --packed-cache keeps this model, as this plan packs it. Neither the kernel tier is part of that nor where
-    experts live; with a GPU it is experts only."""
+    """Where --packed-cache keeps this model, as this plan packs it, or this rank's part of it. Neither the kernel tier
+    is part of that nor where experts live; with a GPU it is experts only."""
     if config.packed_cache is None:
         return None
     directory = checkpoint.path.resolve()
@@ -114,16 +122,17 @@ def packed_cache(
     fused = (
         "-fused" if plan.fuse_shared_experts else ""
     )  # with a GPU they may not be: else starts would take turns
-    name = f"{_beginning(config, directory)}{plan.expert_format}-{plan.dtype}{fused}.packed"
+    name = f"{_beginning(config, directory, model.shard)}{plan.expert_format}-{plan.dtype}{fused}.packed"
     description = f"{directory} ({plan.expert_format} experts, files as of {key[:8]})"
     path = _cache_directory(config.packed_cache) / name
     return PackedCache(path, key, description, ops.workspace, ops.pool, _say, dense=plan.gpu is None)
 
 
-def _beginning(config: EngineConfig, directory: Path) -> str:
-    """Beginning of the names of a checkpoint's files in the cache."""
-    place = hashlib.sha256(f"{directory}{config.kt_weight_path or ''}".encode()).hexdigest()[:8]
-    return f"{directory.name}-{place}-"
+def _beginning(config: EngineConfig, directory: Path, shard: RankShard) -> str:
+    """Beginning of the names of a checkpoint's files in the cache, or of a rank's. No other rank's begins so."""
+    rank = "" if shard == ALONE else f"rank{shard.rank}of{shard.ranks}-"
+    place = hashlib.sha256(f"{directory}{config.kt_weight_path or ''}{rank}".encode()).hexdigest()[:8]
+    return f"{directory.name}-{place}-{rank}"
 
 
 def _cache_directory(path: str) -> Path:

@@ -30,7 +30,7 @@ class EngineParts:
     plan: Plan
     model_config: ModelConfig
     model: StepModel
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None  # None: text is the first rank's, and this is another one
     workers: Any = None  # the WorkerPool, kept alive as long as the engine
     usage: ExpertUsage | None = None  # which experts are chosen; None: nobody counts
     recorder: ExpertRecorder | None = None  # of `usage`

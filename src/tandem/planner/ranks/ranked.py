@@ -10,7 +10,6 @@ from tandem.flags.env import ranks_share_gpus, visible_gpus
 from tandem.machine.gpus import Gpu, is_new_enough
 from tandem.machine.machine import Machine
 from tandem.planner.choices.decision import Decision
-from tandem.planner.choices.speculation import DRAFT_ALGORITHMS
 from tandem.planner.expert_format import expert_format_of
 from tandem.planner.ranks.cut import cut
 from tandem.spec.model_config import STORED, ModelConfig
@@ -105,15 +104,11 @@ def _why_not(config: EngineConfig, machine: Machine, ranks: int) -> str:
     """Reason that so many ranks cannot run, and the way out; "": they can."""
     if why := _why_no_gpus(config, machine, ranks):
         return why
-    if config.speculative_algorithm in DRAFT_ALGORITHMS:
-        return "ranks have no draft layer yet; take --speculative-algorithm NGRAM, or leave it out"
     if config.kt_max_deferred_experts_per_token and config.kt_enable_dynamic_expert_update:
         return (
             "an expert that moves would come late on one rank and not on another; leave "
             "--kt-max-deferred-experts-per-token or --kt-enable-dynamic-expert-update out"
         )
-    if config.packed_cache is not None:
-        return "ranks keep no packed experts; leave --packed-cache out"
     if config.map_experts == "always":
         return "ranks hold parts of experts, which are no views of a file; leave --map-experts out"
     if len(machine.cores) < ranks:

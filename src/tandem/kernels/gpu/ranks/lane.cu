@@ -66,10 +66,15 @@ struct Sum {
   }
 };
 
-// x, out: `units` of 8 bytes, one a thread. COPY: out has all ranks' units, one rank's behind the other's; else their
-// sum, and out may be x. counts: pieces of each block so far.
+// Where unit i goes, of rank 0 where units are gathered: `row` of each rank lie side by side, then comes the next row.
+__device__ u64 place_of(u32 i, int kind, u32 row) {
+  return i + (kind == COPY ? (u64)(i / row) * (kRanks - 1) * row : 0);
+}
+
+// x, out: `units` of 8 bytes, one a thread. COPY: out has all ranks' units, gathered by rows; else their sum, and out
+// may be x. counts: pieces of each block so far.
 extern "C" __global__ void __launch_bounds__(kThreads)
-    short_sum(const uint2* x, uint2* out, MEMORIES, u32* state, u32* counts, u32* told, u32 units, int kind) {
+    short_sum(const uint2* x, uint2* out, MEMORIES, u32* state, u32* counts, u32* told, u32 units, int kind, u32 row) {
   wait_for_previous();
   start_next();
   uint4* const memories[kMostRanks] = OF_RANKS;
@@ -83,6 +88,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     for (int other = 0; other < kRanks; ++other)
       if (other != kRank) write_line(memories[other] + (piece + kRank) * kThreads + threadIdx.x, line);
     Sum<2> sum;
+    const u64 place = place_of(i, kind, row);
     bool whole = true;
 #pragma unroll
     for (int from = 0; from < kRanks; ++from) {
@@ -98,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         v[0] = read.x, v[1] = read.z;
       }
       if (kind == COPY)
-        out[(u64)from * units + i] = whole ? make_uint2(v[0], v[1]) : make_uint2(0x7fffffffu, 0x7fffffffu);
+        out[place + (u64)from * row] = whole ? make_uint2(v[0], v[1]) : make_uint2(0x7fffffffu, 0x7fffffffu);
       else if (from == 0)
         sum.begin(v, kind);
       else
@@ -106,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
     u32 v[2] = {0x7fffffffu, 0x7fffffffu};
     if (whole && kind != COPY) sum.end(v, kind);
-    if (kind != COPY || !whole) out[i + (kind == COPY ? (u64)kRank * units : 0)] = make_uint2(v[0], v[1]);
+    if (kind != COPY || !whole) out[place + (kind == COPY ? (u64)kRank * row : 0)] = make_uint2(v[0], v[1]);
   }
   __syncthreads();  // all have read the count
   if (threadIdx.x == 0) counts[blockIdx.x] = number;
@@ -116,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 // lie the numbers of pieces, [block][half][rank]. SCATTER: x has `units` for each rank, and this one sums only its own.
 template <bool SCATTER>
 __device__ void long_message(const uint4* x, uint4* out, uint4* const* memories, u32* state, u32* counts, u32* told,
-                             u64 units, int kind, u64 numbers_at) {
+                             u64 units, int kind, u32 row, u64 numbers_at) {
   __shared__ int whole;
   wait_for_previous();
   start_next();
@@ -162,6 +168,7 @@ __device__ void long_message(const uint4* x, uint4* out, uint4* const* memories,
       const u64 i = start + k * kThreads + threadIdx.x;
       if (i >= last) break;
       const uint4 missing = make_uint4(0x7fffffffu, 0x7fffffffu, 0x7fffffffu, 0x7fffffffu);  // of what did not come
+      const u64 place = place_of(i, kind, row);
       Sum<4> sum;
 #pragma unroll
       for (int from = 0; from < kRanks; ++from) {
@@ -169,7 +176,7 @@ __device__ void long_message(const uint4* x, uint4* out, uint4* const* memories,
         const uint4 line = from == kRank ? own[k] : whole ? __ldcv(at) : missing;
         const u32 v[4] = {line.x, line.y, line.z, line.w};
         if (kind == COPY)
-          out[from * units + i] = line;
+          out[place + (u64)from * row] = line;
         else if (from == 0)
           sum.begin(v, kind);
         else
@@ -177,18 +184,20 @@ __device__ void long_message(const uint4* x, uint4* out, uint4* const* memories,
       }
       u32 v[4] = {0x7fffffffu, 0x7fffffffu, 0x7fffffffu, 0x7fffffffu};
       if (whole && kind != COPY) sum.end(v, kind);
-      if (kind != COPY || !whole) out[i + (kind == COPY ? kRank * units : 0)] = make_uint4(v[0], v[1], v[2], v[3]);
+      if (kind != COPY || !whole)
+        out[place + (kind == COPY ? (u64)kRank * row : 0)] = make_uint4(v[0], v[1], v[2], v[3]);
     }
     __syncthreads();  // all have read the piece
   }
   if (threadIdx.x == 0) counts[blockIdx.x] = number;
 }
 
-#define LONG_MESSAGE(name, scatter)                                                                                    \
-  extern "C" __global__ void __launch_bounds__(kThreads) name(                                                         \
-      const uint4* x, uint4* out, MEMORIES, u32* state, u32* counts, u32* told, u64 units, int kind, u64 numbers_at) { \
-    uint4* const memories[kMostRanks] = OF_RANKS;                                                                      \
-    long_message<scatter>(x, out, memories, state, counts, told, units, kind, numbers_at);                             \
+#define LONG_MESSAGE(name, scatter)                                                                                \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                                           \
+      name(const uint4* x, uint4* out, MEMORIES, u32* state, u32* counts, u32* told, u64 units, int kind, u32 row, \
+           u64 numbers_at) {                                                                                       \
+    uint4* const memories[kMostRanks] = OF_RANKS;                                                                  \
+    long_message<scatter>(x, out, memories, state, counts, told, units, kind, row, numbers_at);                    \
   }
 LONG_MESSAGE(long_sum, false)
 LONG_MESSAGE(scatter_sum, true)

@@ -19,8 +19,8 @@ from tandem.kernels.ranks.meeting import Meeting
 from tandem.planner.ranks.ranked import MOST_GPU_RANKS
 
 THREADS, LINES, LINE_BYTES = 512, 2048, 16  # of a block, and of a piece of a long message, as in lane.cu
-SHORT_BLOCKS, LONG_BLOCKS = 64, 128
-SHORT_BYTES = {"peer": 256 << 10, "host": 128 << 10}
+SHORT_BLOCKS, LONG_BLOCKS = 128, 128
+SHORT_BYTES = {"peer": 512 << 10, "host": 128 << 10}
 """Messages up to here carry a number in every line: twice the bytes, one way less. SHORT_BLOCKS have room for them."""
 TWO_SHOT_BYTES = 4 << 20
 """Sums of more than two ranks from here on go in two shots: each rank sums its part, then all gather the parts."""
@@ -75,25 +75,27 @@ class Lane:
         self._state[PATIENCE:] = torch.tensor([int(seconds * 1e9)]).view(torch.int32).to(self.device)
 
     def send(self, x: Tensor, out: Tensor, kind: int) -> None:
-        """x: contiguous, of a multiple of 16 bytes. Starts kernels on the current stream."""
+        """x: contiguous, of a multiple of 16 bytes. COPY: x [rows, n], each row a multiple of 16 bytes, too, and out
+        [rows, ranks, n]. Starts kernels on the current stream."""
         nbytes = x.numel() * x.element_size()
-        part = nbytes // self.ranks
+        part, row = nbytes // self.ranks, x.shape[-1] * x.element_size()
         if nbytes <= SHORT_BYTES[self.name]:
-            blocks, sizes = -(-nbytes // (8 * THREADS)), (np.uint32(nbytes // 8), np.int32(kind))
-            self._launch(self._short, blocks, 0, x.data_ptr(), out.data_ptr(), sizes)
+            sizes = np.uint32(nbytes // 8), np.int32(kind), np.uint32(row // 8)
+            self._launch(self._short, -(-nbytes // (8 * THREADS)), 0, x.data_ptr(), out.data_ptr(), sizes)
         elif kind == COPY or not self.in_two_shots(nbytes):
-            self._launch_long(self._long, x.data_ptr(), out.data_ptr(), nbytes, kind)
+            self._launch_long(self._long, x.data_ptr(), out.data_ptr(), nbytes, kind, row)
         else:
-            self._launch_long(self._scatter, x.data_ptr(), out.data_ptr(), part, kind)
-            self._launch_long(self._long, out.data_ptr() + self.rank * part, out.data_ptr(), part, COPY)
+            self._launch_long(self._scatter, x.data_ptr(), out.data_ptr(), part, kind, part)
+            self._launch_long(self._long, out.data_ptr() + self.rank * part, out.data_ptr(), part, COPY, part)
 
     def in_two_shots(self, nbytes: int) -> bool:
         """Whether a sum so long is. With two ranks one shot moves as many bytes."""
         return self.ranks > 2 and nbytes >= TWO_SHOT_BYTES and nbytes % (16 * self.ranks) == 0
 
-    def _launch_long(self, kernel: Any, x: int, out: int, nbytes: int, kind: int) -> None:
-        blocks = min(LONG_BLOCKS, -(-nbytes // (16 * LINES)))
-        sizes = np.uint64(nbytes // 16), np.int32(kind), np.uint64(self._numbers)
+    def _launch_long(self, kernel: Any, x: int, out: int, nbytes: int, kind: int, row: int) -> None:
+        """row: bytes that lie side by side where they are gathered."""
+        blocks = min(LONG_BLOCKS, -(-nbytes // (16 * THREADS)))
+        sizes = np.uint64(nbytes // 16), np.int32(kind), np.uint32(row // 16), np.uint64(self._numbers)
         self._launch(kernel, blocks, self._long_at, x, out, sizes)
 
     def _launch(self, kernel: Any, blocks: int, start: int, x: int, out: int, sizes: tuple[Any, ...]) -> None:
