@@ -23,6 +23,7 @@ from tandem.planner.ways import (
     WayQuestion,
     choose_way,
     possible_ways,
+    way_of,
     with_way,
 )
 from tandem.spec.vision import Tower
@@ -72,8 +73,7 @@ def test_the_way_that_is_taken(name: str, gpus: str, way: str) -> None:
 def test_a_way_is_taken_only_where_it_is_clearly_better(name: str, gpus: str) -> None:
     """Faster in decoding by the margin or with the context that one GPU lacks, and slower in nothing."""
     asked = question(name, gpus)
-    config = chosen(asked).config
-    way = Way(config.tensor_parallel_size, config.pipeline_parallel_size)
+    way = way_of(chosen(asked).config)
     ask = WayQuestion(asked.config, asked.model, asked.machine, asked.stored)
     one = ask.planned(ONE_GPU)
     whole = one.plan.gpu is not None and one.plan.gpu.sizes.experts == asked.model.routed_experts

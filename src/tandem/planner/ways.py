@@ -71,6 +71,10 @@ class Way:
         return [gpu for rank in range(self.ranks) for gpu in gpu_of_rank(machine, rank, self.ranks)]
 
 
+def way_of(config: EngineConfig) -> Way:
+    return Way(config.tensor_parallel_size, config.pipeline_parallel_size)
+
+
 ONE_GPU = Way()
 
 
