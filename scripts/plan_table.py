@@ -27,6 +27,7 @@ from tandem.planner.forecast.advice import PlanQuestion  # noqa: E402
 from tandem.planner.forecast.machine_spec import MachineWish, wished_machine, wished_speeds  # noqa: E402
 from tandem.planner.forecast.prediction import Range  # noqa: E402
 from tandem.planner.forecast.report import Report, report  # noqa: E402
+from tandem.planner.ways import way_of, with_way  # noqa: E402
 
 PAGE = ROOT / "docs" / "plans.md"
 ROWS = "nvidia-h100-80gb-hbm3-intel-xeon-processor-16-threads/plan.json"  # of benchmarks/plan_measured.py
@@ -55,7 +56,7 @@ QUESTIONS: dict[str, tuple[MachineWish, str, str, dict[str, str]]] = {
         MachineWish("4090", "512GB", "250GB/s", 32, GAMER, "25GB/s"), "deepseek-ai/DeepSeek-V3", "deepseek-v3",
         {"kt_method": "INT4"},
     ),
-    "two RTX 3090 with 128 GB (one is used)": (
+    "two RTX 3090 with 128 GB": (
         MachineWish("2x3090", "128GB", "50GB/s", 16, "avx2", "25GB/s"), "Qwen/Qwen3-Next-80B-A3B-Instruct",
         "qwen3-next-80b", {"kt_method": "INT4"},
     ),
@@ -178,11 +179,13 @@ def questions() -> list[str]:
 
 
 def question_of(name: str) -> PlanQuestion:
+    """With as many GPUs as the server takes."""
     wish, _, architecture, flags = QUESTIONS[name]
     model, stored = named_subject(architecture)
     machine = wished_machine(wish, ANYTHING)
     config = EngineConfig.from_keywords(architecture, **flags)
-    return PlanQuestion(config, model, machine, stored, wished_speeds(wish, machine, None))
+    asked = PlanQuestion(config, model, machine, stored, wished_speeds(wish, machine, None))
+    return with_way(asked)[0]
 
 
 def command(name: str) -> str:
@@ -197,7 +200,9 @@ def question_line(name: str) -> str:
     found = asked.predicted(plan)
     given = next((each.value for each in plan.decisions if each.name == "made to fit"), "nothing")
     rates = f"{shown(found.decode[1])} | {shown(found.prompt)} | {plan.context_length:,}"
-    return f"| {name} | `{command(name)}` | {rates} | {given} |"
+    chosen = way_of(asked.config)
+    machine = f"{name} (`{chosen.flag}` is chosen)" if chosen.gpus > 1 else name
+    return f"| {machine} | `{command(name)}` | {rates} | {given} |"
 
 
 def heading(what: str) -> list[str]:

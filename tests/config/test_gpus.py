@@ -164,3 +164,10 @@ def test_a_gpu_that_pytorch_does_not_see(cuda: list[int], monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match="PyTorch cannot use RTX 4090: check its driver"):
         planned_device(PLAN)
     assert cuda == []
+
+
+def test_gpus_in_mig_mode_are_known_to_be_divided() -> None:
+    """Drivers that do not know of it say nothing."""
+    line = "0, GPU-aa10, NVIDIA A100, 81920, 80000, 4, 16, 8.0"
+    modes = {"": False, ", Enabled": True, ", Disabled": False, ", [N/A]": False}
+    assert [parse_nvidia_smi(line + mode)[0].divided for mode in modes] == list(modes.values())

@@ -144,7 +144,7 @@ class Ended(NamedTuple):
 )  # fmt: skip
 def test_whose_end_it_was(codes, first, missing, says) -> None:
     """A signal tells more than who missed whom; and that more than an exit code of one that gave up."""
-    ranks = RankProcesses("", len(codes) + 1)
+    ranks = RankProcesses("")
     ranks._processes = {rank: Ended(code) for rank, code in codes.items()}
     assert ranks.why_ended(first, missing).startswith(says) and bool(says) == bool(ranks.why_ended(first, missing))
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import BinaryIO
 
 from tandem.bench.load_client import LoadError
+from tandem.flags.ways import argv_on_one_gpu
 
 _READY = re.compile(r" is ready at (http://\S+)")
 _STOP_SECONDS = 20
@@ -23,7 +24,7 @@ def own_server(model: str, flags: Sequence[str], program: Sequence[str] = KT_SER
     """The address of `program model flags` on a free port; it is stopped at the end. Raises LoadError with what it
     printed when it does not start."""
     with tempfile.TemporaryFile() as output:
-        command = [sys.executable, "-P", "-m", *program, model, "--port", "0", *flags]
+        command = [sys.executable, "-P", "-m", *program, *argv_on_one_gpu([model, "--port", "0", *flags])]
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
             yield _address(process, output)

@@ -19,6 +19,7 @@ from tandem.bench.rows import stamp, write
 from tandem.engine.start.model_files import prepare
 from tandem.engine.start.planning import planned
 from tandem.flags.engine_config import EngineConfig
+from tandem.flags.ways import on_one_gpu
 from tandem.kernels.this_machine import this_machine
 from tandem.kernels.workers import planned_pool
 from tandem.machine.machine import Machine
@@ -100,7 +101,7 @@ def measure(request: LoadFlags) -> Iterator[tuple[LoadRow, list[SentRequest]]]:
 
 def decode_bound(request: LoadFlags) -> Callable[[int], float]:
     """Tokens per second that no decoding of so many sequences at once can exceed on this machine; 0: not known."""
-    config = EngineConfig.from_args([request.model, *request.flags])
+    config = on_one_gpu(EngineConfig.from_args([request.model, *request.flags]))
     prepare(config)
     target = planned(config, this_machine())
     plan, model, stored = target.plan, target.model, target.stored

@@ -79,7 +79,7 @@ def plan(
 
     wish = MachineWish(gpu, ram, bandwidth, cpu, isa, pcie)
     _check_here(wish, verify)
-    engine_config, refused = _config(context.args, config)
+    engine_config, refused = _config(context.args, config, one_gpu=verify)
     several, (model, stored) = _subjects(engine_config, config)  # before anything is measured: there may be none
     here = _this_machine()
     machine = wished_machine(wish, here)
@@ -110,15 +110,17 @@ def _verified(question: PlanQuestion, probe: MachineProbe, lengths: ForecastSize
     return verified(question, probe, lengths)
 
 
-def _config(argv: list[str], named: str | None) -> tuple[EngineConfig, tuple[str, ...]]:
-    """The flags that can be met, and why the others cannot. Raises ConfigError where no model is named."""
+def _config(argv: list[str], named: str | None, one_gpu: bool) -> tuple[EngineConfig, tuple[str, ...]]:
+    """The flags that can be met, and why the others cannot. one_gpu: unless they say how many. Raises ConfigError where
+    no model is named."""
     from tandem.errors import ConfigError
     from tandem.flags.engine_config import EngineConfig
+    from tandem.flags.ways import on_one_gpu
 
     engine_config, refused = EngineConfig.possible([*([] if named is None else [named]), *argv])
     if engine_config is None:
         raise ConfigError("no model is named; try kt plan DIRECTORY, or --config deepseek-v3", *refused[1:])
-    return engine_config, refused
+    return on_one_gpu(engine_config) if one_gpu else engine_config, refused
 
 
 def _this_machine() -> Machine:

@@ -27,6 +27,7 @@ from tandem.engine.start.progress import Progress
 from tandem.engine.start.sampling_defaults import sampling_defaults
 from tandem.engine.vision.spans import ImageSpan
 from tandem.flags.engine_config import EngineConfig
+from tandem.flags.ways import on_one_gpu
 from tandem.text import prompt as prompts
 from tandem.text.reasoning_format import begun_text, detect_reasoning_format
 
@@ -40,7 +41,7 @@ class LLM:
     """
 
     def __init__(self, model: str, **flags: Any) -> None:
-        config = EngineConfig.from_keywords(model, **flags)
+        config = on_one_gpu(EngineConfig.from_keywords(model, **flags))
         for notice in config.notices():
             warnings.warn(notice, stacklevel=2)
         prepare(config)

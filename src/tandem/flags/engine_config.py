@@ -252,8 +252,8 @@ class EngineConfig:
 
     # --- several GPUs and hosts
     tensor_parallel_size: int = flag(
-        1, "Processes that share the model, each on a GPU of its own.", group=HOSTS, aliases=["--tp", "--tp-size"],
-        minimum=1,
+        1, "Processes that share the model, each on a GPU of its own; not given: the plan chooses.", group=HOSTS,
+        aliases=["--tp", "--tp-size"], minimum=1,
     )  # fmt: skip
     pipeline_parallel_size: int = flag(
         1, "GPUs that each have some of the layers; they may be unequal.", group=HOSTS, aliases=["--pp", "--pp-size"],

@@ -11,7 +11,7 @@ from tandem.flags.env import visible_gpus
 
 LEAST_CAPABILITY = (8, 0)  # Ampere: the kernels multiply bfloat16
 MIB = 1 << 20
-_FIELDS = "index,uuid,name,memory.total,memory.free,pcie.link.gen.max,pcie.link.width.max,compute_cap"
+_FIELDS = "index,uuid,name,memory.total,memory.free,pcie.link.gen.max,pcie.link.width.max,compute_cap,mig.mode.current"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,7 @@ class Gpu:
     number: int = 0  # as nvidia-smi counts
     uuid: str = ""  # "GPU-…"; "": unknown
     capability: tuple[int, int] | None = None  # compute capability; None: unknown
+    divided: bool = False  # in MIG mode: these are the whole GPU's sizes, and CUDA gives an instance of it
 
 
 def may_have_gpus() -> bool:
@@ -83,16 +84,18 @@ def ask_nvidia_smi(*arguments: str) -> str:
 
 
 def parse_nvidia_smi(text: str) -> tuple[Gpu, ...]:
-    """Lines of "index, UUID, name, total MiB, free MiB, PCIe generation, PCIe width, compute capability"."""
+    """Lines of "index, UUID, name, total MiB, free MiB, PCIe generation, PCIe width, compute capability", and the MIG
+    mode."""
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
-    return tuple(_gpu(row) for row in rows if len(row) == 8 and all(row[i].isdecimal() for i in (0, 3, 4)))
+    return tuple(_gpu(row) for row in rows if len(row) in (8, 9) and all(row[i].isdecimal() for i in (0, 3, 4)))
 
 
 def _gpu(row: list[str]) -> Gpu:
-    index, uuid, name, total, free, generation, width, capability = row
+    index, uuid, name, total, free, generation, width, capability, *mig = row
     major, _, minor = capability.partition(".")
     known = (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None
-    return Gpu(name, int(total) * MIB, int(free) * MIB, f"gen{generation} x{width}", int(index), uuid, known)
+    pcie, divided = f"gen{generation} x{width}", mig == ["Enabled"]
+    return Gpu(name, int(total) * MIB, int(free) * MIB, pcie, int(index), uuid, known, divided)
 
 
 def is_new_enough(gpu: Gpu) -> bool:

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import msgspec
@@ -33,12 +34,18 @@ from tandem.engine.protocol import (
     SamplingSettings,
     TokenOutput,
 )
-from tandem.errors import BusyError, ConfigError, EngineError, RankLost, RequestError, TandemError, typed
+from tandem.errors import (
+    BusyError,
+    EngineError,
+    RequestError,
+    TandemError,
+)
 from tandem.flags.engine_config import EngineConfig
 from tandem.planner.memory import gib
 from tandem.planner.plan import Plan
 from tandem.process.children import signal_at_end_of
 from tandem.process.garbage import loaded_is_kept
+from tandem.server.engine_errors import describe, lost_rank, start_failed
 from tandem.server.load_progress import LoadProgress
 from tandem.server.messages import (
     CacheFlushed,
@@ -49,10 +56,10 @@ from tandem.server.messages import (
     FromEngine,
     RequestRefused,
     StartEngine,
-    StartFailed,
     StepOutputs,
     StopEngine,
     ToEngine,
+    WayChosen,
 )
 from tandem.server.terminal import log_to_terminal, outlive_terminal, tell_lost_ranks
 from tandem.spec.vision import Tower
@@ -97,20 +104,33 @@ class LoadedEngine:
         return EngineReady(**{name: getattr(self, name) for name in EngineReady.__struct_fields__})
 
 
-def load_engine(config: EngineConfig, ranks: str = "") -> LoadedEngine:
-    """Resolve the model, print the plan, build the real engine and say how far it is. ranks: as `StartEngine` has."""
+Tell = Callable[[FromEngine], None]
+"""Tells the API process."""
+
+
+def load_engine(
+    config: EngineConfig, ranks: str = "", failed: Sequence[str] = (), tell: Tell = lambda _: None
+) -> LoadedEngine:
+    """Resolve the model, print the plan, build the real engine and say how far it is. ranks, failed: as `StartEngine`
+    has them."""
     from tandem.checkpoint import resolve_model
     from tandem.engine.engine import Engine
     from tandem.engine.ranks.leader import leading
-    from tandem.engine.start.loader import load_parts
+    from tandem.engine.start.loader import chosen_way, load_parts
     from tandem.engine.start.sampling_defaults import sampling_defaults
     from tandem.kernels.free_memory import keep_free_memory
     from tandem.kernels.kernel_loads import kernel_loads, watch_triton
 
     watch_triton()
     path = resolve_model(config.model)
-    with LoadProgress() as progress, leading(ranks, config.tensor_parallel_size) as leader:
-        parts = load_parts(config, progress, lambda plan: print_plan(plan, config.notices()), leader)
+    way = chosen_way(config, failed)
+    config = way.choice.config
+    if way.choice.decision is not None:
+        sizes = config.tensor_parallel_size, config.pipeline_parallel_size
+        tell(WayChosen(ranks=sizes[0], stages=sizes[1], flag=way.choice.decision.value))
+    endpoint = ranks if config.tensor_parallel_size > 1 else ""
+    with LoadProgress() as progress, leading(endpoint, config.tensor_parallel_size) as leader:
+        parts = load_parts(config, progress, lambda plan: print_plan(plan, config.notices()), leader, way)
         engine = Engine.from_parts(parts)
     take_cpus(parts)
     keep_free_memory()
@@ -297,22 +317,6 @@ def _recorded(done: Future[ExpertsRecorded]) -> ExpertsRecorded:
     )
 
 
-def describe(error: BaseException) -> str:
-    """One line for the user: our own errors speak for themselves, others say their type too."""
-    return str(error) if isinstance(error, TandemError) else typed(error)
-
-
-def why_not_started(error: BaseException) -> str:
-    """The plan has seen enough memory: another program took it, or a limit holds that the plan does not know."""
-    if isinstance(error, MemoryError):
-        detail = f" ({error})" if str(error) else ""
-        return (
-            f"memory ran out while the model was loaded{detail}: free some, raise this process's limit (ulimit -v), "
-            "or give a smaller --max-total-tokens"
-        )
-    return describe(error)
-
-
 def find_loader(name: str) -> Callable[..., LoadedEngine]:
     module, _, function = name.partition(":")
     return cast(Callable[..., LoadedEngine], getattr(importlib.import_module(module), function))
@@ -340,36 +344,33 @@ def receive_start(socket: zmq.Socket[bytes]) -> StartEngine:
     return msgspec.msgpack.decode(socket.recv(), type=StartEngine)
 
 
+def _tell(socket: zmq.Socket[bytes], message: FromEngine) -> None:
+    socket.send(msgspec.msgpack.encode(message))
+
+
 def run_engine(socket: zmq.Socket[bytes]) -> int:
     """Build the engine, say so, and loop. Returns the exit code."""
     try:
         start = receive_start(socket)
         log_to_terminal(start.config.log_level)
-        load = find_loader(start.loader)
-        loaded = load(start.config, start.ranks) if start.ranks else load(start.config)
+        load, tell = find_loader(start.loader), partial(_tell, socket)
+        loaded = load(start.config, start.ranks, start.failed, tell) if start.ranks else load(start.config)
     except Exception as error:
         if not isinstance(error, TandemError | MemoryError):
             traceback.print_exc()
-        lost = lost_rank(error) if isinstance(error, EngineError) else None
-        failed = StartFailed(message=why_not_started(lost or error), refused=isinstance(error, ConfigError))
-        socket.send(msgspec.msgpack.encode(failed))
+        _tell(socket, start_failed(error))
         return 1
     try:
         with loaded_is_kept():
-            socket.send(msgspec.msgpack.encode(loaded.ready_message()))
+            _tell(socket, loaded.ready_message())
             EngineLoop(loaded.engine, socket).run()
     except EngineError as error:
         if lost := lost_rank(error):
-            socket.send(msgspec.msgpack.encode(EngineEnds(message=str(lost))))
+            _tell(socket, EngineEnds(message=str(lost)))
         raise
     finally:
         loaded.engine.close()
     return 0
-
-
-def lost_rank(error: EngineError) -> RankLost | None:
-    """Why the error came, where it was another rank."""
-    return next((each for each in (error, error.__context__) if isinstance(each, RankLost)), None)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

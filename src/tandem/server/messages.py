@@ -27,7 +27,8 @@ class StartEngine(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
 
     config: EngineConfig
     loader: str
-    ranks: str = ""  # endpoint where the other ranks' processes ask; "": there are none
+    ranks: str = ""  # endpoint where other ranks' processes ask, if there will be some; "": there are none
+    failed: list[str] = []  # flags of ways over several GPUs that were chosen before, and did not start
 
 
 class FlushCache(msgspec.Struct, frozen=True, kw_only=True, tag="flush"):
@@ -40,6 +41,15 @@ class StopEngine(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
 
 class EngineConnected(msgspec.Struct, frozen=True, kw_only=True, tag="connected"):
     """First message of a new engine process."""
+
+
+class WayChosen(msgspec.Struct, frozen=True, kw_only=True, tag="way"):
+    """Over how many GPUs the model goes, before it is loaded, where no flag says so. The other ranks are to be started.
+    flag: as typed."""
+
+    ranks: int
+    stages: int
+    flag: str
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
@@ -55,10 +65,11 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 
 class StartFailed(msgspec.Struct, frozen=True, kw_only=True, tag="start_failed"):
     """The engine could not be built; the process exits with code 1 after this. refused: what was asked cannot be
-    met."""
+    met. of_files: what is wrong is with the model's files, whatever GPUs there are."""
 
     message: str
     refused: bool = False
+    of_files: bool = False
 
 
 class EngineEnds(msgspec.Struct, frozen=True, kw_only=True, tag="ends"):
@@ -90,6 +101,7 @@ class CacheFlushed(msgspec.Struct, frozen=True, kw_only=True, tag="flushed"):
 ToEngine = StartEngine | GenerateRequest | AbortRequest | FlushCache | RecordExperts | LookAtExperts | StopEngine
 FromEngine = (
     EngineConnected
+    | WayChosen
     | EngineReady
     | StartFailed
     | EngineEnds

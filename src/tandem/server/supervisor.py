@@ -17,6 +17,8 @@ import zmq.asyncio
 
 from tandem.errors import ConfigError, EngineError, TandemError
 from tandem.flags.engine_config import EngineConfig
+from tandem.flags.ways import on_one_gpu, way_is_open
+from tandem.machine.gpus import may_have_gpus
 from tandem.process.children import exit_reason
 from tandem.server import engine_client
 from tandem.server.endpoint import forget, private_endpoint
@@ -29,6 +31,7 @@ from tandem.server.messages import (
     StartFailed,
     StopEngine,
     ToEngine,
+    WayChosen,
 )
 from tandem.server.ranks.processes import RankProcesses, rank_processes
 from tandem.server.sleep import until_any
@@ -73,9 +76,11 @@ class EngineSupervisor:
         self._send: Callable[[ToEngine], None] | None = None
         self._stopping = asyncio.Event()
         self._heard_at = 0.0
-        self._start_error, self._killed_because, self._refused = "", "", False
-        self._missing_rank = ""
+        self._start_error, self._killed_because, self._missing_rank = "", "", ""
+        self._start_failed: StartFailed | None = None
         self._loaded = self._was_killed = False
+        self._way: WayChosen | None = None  # of this engine process; None: flags say it
+        self._failed_ways: list[str] = []
 
     @property
     def engine_pid(self) -> int | None:
@@ -91,6 +96,8 @@ class EngineSupervisor:
                 how = await self._one_life()
                 if how is _EngineLife.STOPPED:
                     return
+                if how is _EngineLife.NEVER_READY and self._leaves_way():
+                    continue
                 if self._client.sleep.asleep:
                     failed_wakes = failed_wakes + 1 if how is _EngineLife.NEVER_READY else 0
                     await self._rest(failed_wakes)
@@ -99,7 +106,7 @@ class EngineSupervisor:
                 lives += how is _EngineLife.DIED
                 attempts = START_ATTEMPTS if lives else FIRST_ATTEMPTS if self._was_killed else 1
                 if failed_starts >= attempts:
-                    rejected = self._refused and lives == 0
+                    rejected = self._start_failed is not None and self._start_failed.refused and lives == 0
                     raise (ConfigError if rejected else EngineError)(self._start_error)
                 if failed_starts:
                     when = "again" if lives else "and is started once more"
@@ -109,6 +116,23 @@ class EngineSupervisor:
                 self.restarts += 1
         finally:
             self._context.destroy(linger=0)
+
+    def _leaves_way(self) -> bool:
+        """Whether the engine is to start otherwise: it did not where it has chosen to use several GPUs, and no flag or
+        file was the reason."""
+        way, error = self._way, self._start_failed
+        if way is None or way.ranks * way.stages == 1 or (error is not None and (error.refused or error.of_files)):
+            return False
+        self._failed_ways.append(way.flag)
+        log.warning("%s was chosen and did not start: %s; starting without it", way.flag, self._start_error)
+        return True
+
+    def _keep_way(self) -> None:
+        """Later starts do as the one that was ready."""
+        if self._way is not None:
+            ranks, stages = self._way.ranks, self._way.stages
+            config = dataclasses.replace(self._config, tensor_parallel_size=ranks, pipeline_parallel_size=stages)
+            self._config = on_one_gpu(config)
 
     async def stop(self) -> None:
         """Let `run` end: the engine is asked to exit, and killed if it does not."""
@@ -144,9 +168,10 @@ class EngineSupervisor:
             await asyncio.wait_for(self._stopping.wait(), seconds)
 
     async def _one_life(self) -> _EngineLife:
+        self._start_failed = self._way = None
         try:
             with (
-                rank_processes(self._config.tensor_parallel_size) as ranks,
+                rank_processes(self._may_have_ranks()) as ranks,
                 private_endpoint() as endpoint,
                 self._context.socket(zmq.DEALER) as socket,
             ):
@@ -163,6 +188,11 @@ class EngineSupervisor:
             self._send = None
         return _EngineLife.NEVER_READY
 
+    def _may_have_ranks(self) -> bool:
+        """Engines of tests and benches choose nothing."""
+        chooses = self._loader == REAL_ENGINE and way_is_open(self._config) and may_have_gpus()
+        return self._config.tensor_parallel_size > 1 or chooses
+
     async def _spawn(self, endpoint: str) -> asyncio.subprocess.Process:
         """The child shares the terminal, so its progress and plan lines are seen as they come."""
         return await asyncio.create_subprocess_exec(
@@ -176,18 +206,19 @@ class EngineSupervisor:
     ) -> _EngineLife:
         """Listen to one process until it ends, for whatever reason; never leaves it running, nor other ranks."""
         self._send = lambda message: _send_now(socket, message)
-        self._start_error, self._killed_because, self._refused = "", "", False
-        self._missing_rank = ""
+        self._start_error, self._killed_because, self._missing_rank = "", "", ""
         self._loaded = self._was_killed = False
         self._client.sleep.starts()
         config = dataclasses.replace(self._config, api_key=None)  # the engine asks nobody for it
-        self._send(StartEngine(config=config, loader=self._loader, ranks=ranks.endpoint))
-        listening = asyncio.create_task(self._listen(socket, endpoint))
+        failed = self._failed_ways
+        self._send(StartEngine(config=config, loader=self._loader, ranks=ranks.endpoint, failed=failed))
+        listening = asyncio.create_task(self._listen(socket, endpoint, ranks))
         watching = asyncio.create_task(self._watch(process))
         stopping = asyncio.create_task(self._stop_in_time(process))
         sleeping = asyncio.create_task(self._sleep_in_time(process))
         try:
-            await ranks.start()
+            if config.tensor_parallel_size > 1:
+                await ranks.start(config.tensor_parallel_size)
             code = await self._outlive(process, listening, ranks)
             return self._ended(code)
         finally:
@@ -236,14 +267,18 @@ class EngineSupervisor:
         self._start_error = self._start_error or f"the engine process ended at start ({reason})"
         return _EngineLife.NEVER_READY
 
-    async def _listen(self, socket: zmq.asyncio.Socket, endpoint: str) -> None:
+    async def _listen(self, socket: zmq.asyncio.Socket, endpoint: str, ranks: RankProcesses) -> None:
         while True:
             message = engine_client.decode(await socket.recv())
             self._heard_at = time.monotonic()
             match message:
                 case EngineConnected():
                     forget(endpoint)
+                case WayChosen():
+                    self._way = message
+                    await ranks.start(message.ranks)
                 case EngineReady():
+                    self._keep_way()
                     await asyncio.to_thread(self._on_ready, message)
                     self._loaded = True
                     seconds = self._client.sleep.loaded()
@@ -253,8 +288,8 @@ class EngineSupervisor:
                         log.info("the engine is awake after %.1f s", seconds)
                     elif self.restarts:
                         log.info("the engine is ready again")
-                case StartFailed(message=text, refused=refused):
-                    self._start_error, self._refused = text, refused
+                case StartFailed():
+                    self._start_failed, self._start_error = message, message.message
                 case EngineEnds(message=text):
                     self._missing_rank = text
                     if self._process is not None:  # to take its memory apart would take seconds

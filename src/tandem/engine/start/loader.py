@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -38,12 +38,14 @@ from tandem.engine.start.sampling_defaults import sampling_defaults
 from tandem.experts import ExpertStore
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.flags.engine_config import EngineConfig
+from tandem.flags.ways import way_is_open
 from tandem.hub.names import hub_name
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Ops
 from tandem.kernels.ranks.meeting import Meeting
 from tandem.kernels.this_machine import these_cpus
 from tandem.kernels.workers import planned_pool
+from tandem.machine.gpus import may_have_gpus
 from tandem.machine.machine import Machine
 from tandem.planner.choices.requested import as_asked
 from tandem.planner.choices.threads import plan_threads
@@ -51,6 +53,7 @@ from tandem.planner.in_place import stored_in
 from tandem.planner.plan import Plan
 from tandem.planner.ranks.ranked import check_alone, own_side, ranked
 from tandem.planner.resolve import machine_refusals, resolve
+from tandem.planner.ways import WayChoice, choose_way, several_usable
 from tandem.spec.model_config import ModelConfig
 from tandem.spec.shard import RankShard
 from tandem.spec.stored import StoredFormats
@@ -110,22 +113,44 @@ class StoredModelFiles(NamedTuple):
         return tokenizer
 
 
+class ChosenWay(NamedTuple):
+    """Over how many GPUs a model goes; and its files, and the machine with its GPUs, where the choice has read them."""
+
+    choice: WayChoice
+    stored: StoredModelFiles | None = None
+    machine: Machine | None = None
+
+
+@for_loading()
+def chosen_way(config: EngineConfig, failed: Sequence[str] = ()) -> ChosenWay:
+    """As `choose_way`, on this machine. Files are read only where there is a choice. Raises as `load_parts`."""
+    may_choose = way_is_open(config) and may_have_gpus()
+    machine = these_cpus().with_gpus() if may_choose else these_cpus()
+    if not may_choose or not several_usable(machine) or machine_refusals(config, machine):
+        return ChosenWay(WayChoice(config))
+    stored = StoredModelFiles.at(config, model_directory(config.model))
+    return ChosenWay(choose_way(config, stored.model, machine, stored.formats, failed), stored, machine)
+
+
 @for_loading()
 def load_parts(
     config: EngineConfig,
     progress: models.Progress | None = None,
     planned: Callable[[Plan], None] | None = None,
     leader: Leader | None = None,
+    way: ChosenWay | None = None,
 ) -> EngineParts:
     """Reads and packs the model. `planned` is called before the first weight is read, `progress(what, bytes done, bytes
-    in all)` after every layer. leader: of other ranks, where the model is divided; this is the first then.
+    in all)` after every layer. leader: of other ranks, where the model is divided; this is the first then. way: over
+    how many GPUs; None: as the flags say, one if they do not. `config` is then its own.
 
     Raises ConfigError when a wish cannot be met, CheckpointError when a file is missing or broken.
     """
     use_one_torch_thread()
     if leader is None:
         check_alone(config)
-    directory, machine = model_directory(config.model), these_cpus()
+    way = way or ChosenWay(WayChoice(config))
+    directory, machine = model_directory(config.model), way.machine or these_cpus()
     sampling_defaults(config, directory)  # what is wrong with them is said before anything is loaded
     if machine_refusals(config, machine):
         plan_of(config)  # raises them, with all else that stands in the way
@@ -134,9 +159,9 @@ def load_parts(
         PackedStart(config, directory, workers, progress, RankShard(0, config.tensor_parallel_size)) as packed,
         ThreadPoolExecutor(1, "tandem-gpus") as asking,
     ):
-        whole = asking.submit(lambda: machine if config.device == "cpu" else machine.with_gpus())
-        stored = StoredModelFiles.at(config, directory)
-        plan = resolve(config, stored.model, whole.result(), stored.formats)
+        whole = asking.submit(lambda: machine if config.device == "cpu" or way.machine else machine.with_gpus())
+        stored = way.stored or StoredModelFiles.at(config, directory)
+        plan = way.choice.told(resolve(config, stored.model, whole.result(), stored.formats))
         model = ranked(config, stored.model, machine, stored.formats)[1]
         if planned is not None:
             planned(plan)

@@ -28,6 +28,7 @@ from tandem.planner.in_place import stored_in
 from tandem.planner.memory import prefill_tokens
 from tandem.planner.plan import Plan
 from tandem.planner.resolve import machine_refusals, resolve
+from tandem.planner.ways import choose_way
 from tandem.spec.model_config import ModelConfig
 from tandem.spec.stored import StoredFormat, StoredFormats
 from tandem.text.tokenizer import Tokenizer
@@ -51,7 +52,8 @@ def plan_of(config: EngineConfig) -> Plan:
 
 
 def planned(config: EngineConfig, machine: Machine, path: Path | None = None) -> Planned:
-    """As `plan_of`, for any machine. path: where the model's files are; None: where `config.model` says."""
+    """As `plan_of`, for any machine, and for as many GPUs as a server would take. path: where the model's files are;
+    None: where `config.model` says."""
     path = resolve_model(config.model) if path is None else path
     try:
         model = model_as_stored(path, config)
@@ -61,7 +63,8 @@ def planned(config: EngineConfig, machine: Machine, path: Path | None = None) ->
         stored = stored_at(path, model, config.kt_weight_path)
     except ConfigError as error:
         raise ConfigError(*error.reasons, *_other_refusals(config, machine, path, model)) from error
-    plan = resolve(config, model, machine, stored)
+    choice = choose_way(config, model, machine, stored)
+    plan = choice.told(resolve(choice.config, model, machine, stored))
     check_statistics(plan, model)
     return Planned(model, stored, plan)
 

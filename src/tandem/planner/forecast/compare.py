@@ -9,6 +9,7 @@ from tandem.planner.forecast.advice import PlanQuestion, roundings
 from tandem.planner.forecast.ledger import RAM, VRAM
 from tandem.planner.forecast.prediction import Range
 from tandem.planner.plan import Plan
+from tandem.planner.ways import with_way
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -49,8 +50,9 @@ def _row(question: PlanQuestion, method: str | None, share: float | None) -> Com
     name = method or "as stored"
     changes: dict[str, object] = {} if method is None else {"kt_method": method}
     changes |= {} if share is None else {"kt_gpu_experts_ratio": share, "kt_num_gpu_experts": None}
+    question, _ = with_way(question, **changes)
     try:
-        plan = question.plan(**changes)
+        plan = question.plan()
     except ConfigError as error:
         return ComparedPlan(
             name,

@@ -55,6 +55,8 @@ GROUPED_READ_SHARE, GROUPED_PRODUCTS = 0.9, 0.75
 CODES_PRODUCTS, CODE_BYTES = 2.7, 1.2  # where codes are decoded for each tile of rows; bytes of a weight, at most
 BETWEEN_SHARE, ROW_PASSES, PROMPT_KERNELS = 0.85, 48, 40
 GPU_ATTENTION_SHARE = 0.7
+SUMS = "sums of ranks"
+"""The part of a step's time in which ranks meet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ class Case:
             return {}
         gpu = "" if self.plan.gpu is None else self.plan.gpu.name
         lane = lane_of(gpu, self.model.shard.ranks, self.speeds.pcie_gbps)
-        return {"sums of ranks": step_sums(lane, self.model, rows, logits)}
+        return {SUMS: step_sums(lane, self.model, rows, logits)}
 
     @property
     def expert_bytes(self) -> int:

@@ -22,6 +22,7 @@ from tandem.planner.forecast.prediction import CONTEXT, PROMPT, Prediction
 from tandem.planner.forecast.speeds import Speeds
 from tandem.planner.memory import gib
 from tandem.planner.plan import Plan
+from tandem.planner.ways import with_way
 
 ENOUGH_TOKENS = 4096  # of KV cache, where a model does not fit and nothing was asked
 
@@ -78,10 +79,11 @@ class Report:
 def report(
     name: str, question: PlanQuestion, refused: tuple[str, ...] = (), load: ForecastSizes = ForecastSizes()
 ) -> Report:
-    """refused: what of the command line cannot be met anywhere."""
+    """refused: what of the command line cannot be met anywhere. Planned for as many GPUs as a server would take."""
     about, speeds = (name, machine_text(question.machine)), question.speeds
+    question, choice = with_way(question)
     try:
-        plan = question.plan()
+        plan = choice.told(question.plan())
     except ConfigError as error:
         ledgers, notices = _needs(question)
         reasons, ways = (*refused, *error.reasons), ways_to_fit(question)

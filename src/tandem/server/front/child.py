@@ -17,6 +17,7 @@ from typing import Any
 
 from tandem.errors import EngineError
 from tandem.flags import env
+from tandem.flags.ways import argv_on_one_gpu
 from tandem.process.children import exit_reason
 from tandem.server.errors import unavailable
 from tandem.server.front.models_file import ModelEntry
@@ -44,8 +45,9 @@ class Life(enum.Enum):
 
 
 def serve_command(entry: ModelEntry, socket: str) -> tuple[Sequence[str], bytes]:
-    """The process that serves a model, and what it reads from stdin: its command line is nobody's business."""
-    words = [*entry.flags, "--served-model-name", entry.name, "--uds", socket]
+    """The process that serves a model, and what it reads from stdin: its command line is nobody's business. It takes
+    one GPU, unless its flags say otherwise: other models want the others."""
+    words = [*argv_on_one_gpu(entry.flags), "--served-model-name", entry.name, "--uds", socket]
     command = [sys.executable, "-P", "-m", "tandem.cli.served_model", "--parent", str(os.getpid())]
     return command, json.dumps(words).encode()
 

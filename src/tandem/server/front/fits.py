@@ -18,6 +18,7 @@ from pathlib import Path
 from tandem.engine.start.planning import planned
 from tandem.errors import ConfigError, DoesNotFit, TandemError
 from tandem.flags.engine_config import EngineConfig
+from tandem.flags.ways import on_one_gpu
 from tandem.hub.names import hub_name
 from tandem.hub.snapshot import find_snapshot
 from tandem.kernels.this_machine import this_machine
@@ -27,7 +28,7 @@ from tandem.planner.plan import Plan
 
 def verdict(flags: Sequence[str], loaded: Iterable[int]) -> tuple[str, bool]:
     """Why the model does not fit now, and whether it would without what the processes `loaded` hold."""
-    config = EngineConfig.from_args(flags)
+    config = on_one_gpu(EngineConfig.from_args(flags))
     if _is_to_be_fetched(config.model):  # its size is known once it is here; its own plan looks again
         return "", True
     machine = this_machine()

@@ -20,7 +20,8 @@ from tandem.engine.start.loader import load_rank
 from tandem.errors import TandemError
 from tandem.kernels.free_memory import keep_free_memory, return_free_memory
 from tandem.process.garbage import loaded_is_kept
-from tandem.server.engine_process import describe, take_cpus, tie_to_parent
+from tandem.server.engine_errors import describe
+from tandem.server.engine_process import take_cpus, tie_to_parent
 from tandem.server.terminal import log_to_terminal, outlive_terminal
 
 

@@ -16,24 +16,33 @@ from tandem.server.endpoint import private_endpoint
 class RankProcesses:
     """endpoint: where they and the engine process meet; "" where there are no others."""
 
-    def __init__(self, endpoint: str, ranks: int) -> None:
-        self.endpoint, self._ranks = endpoint, ranks
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint, self._started = endpoint, asyncio.Event()
+        self._starting: asyncio.Task[None] | None = None
         self._processes: dict[int, Process] = {}
 
-    async def start(self) -> None:
-        """Raises OSError where a process cannot be started."""
-        for rank in range(1, self._ranks):
+    async def start(self, ranks: int) -> None:
+        """ranks: with the engine's. Raises OSError where a process cannot be started. Who no longer waits for it leaves
+        none that `end` does not know."""
+        self._starting = asyncio.create_task(self._start(ranks))
+        await asyncio.shield(self._starting)
+
+    async def _start(self, ranks: int) -> None:
+        for rank in range(1, ranks):
             self._processes[rank] = await asyncio.create_subprocess_exec(
                 sys.executable, "-P", "-m", "tandem.server.ranks.process",
                 "--endpoint", self.endpoint, "--rank", str(rank), "--parent", str(os.getpid()),
                 stdin=asyncio.subprocess.DEVNULL,
             )  # fmt: skip
+        if ranks > 1:
+            self._started.set()
 
     async def lost(self) -> None:
         """Until one of them has ended, which none does by itself."""
+        await self._started.wait()
         waiting = [asyncio.create_task(process.wait()) for process in self._processes.values()]
         try:
-            await asyncio.wait(waiting or [asyncio.Future()], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in waiting:
                 task.cancel()
@@ -52,6 +61,9 @@ class RankProcesses:
         return f"rank {rank} ended: {exit_reason(code)}"
 
     async def end(self) -> None:
+        if self._starting is not None:
+            with contextlib.suppress(OSError):
+                await self._starting
         for process in self._processes.values():
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
@@ -60,7 +72,7 @@ class RankProcesses:
 
 
 @contextlib.contextmanager
-def rank_processes(ranks: int) -> Iterator[RankProcesses]:
-    """Processes of a model that `ranks` of them share. Raises EngineError."""
-    with private_endpoint() if ranks > 1 else contextlib.nullcontext("") as endpoint:
-        yield RankProcesses(endpoint, ranks)
+def rank_processes(possible: bool) -> Iterator[RankProcesses]:
+    """possible: several may share the model. Raises EngineError."""
+    with private_endpoint() if possible else contextlib.nullcontext("") as endpoint:
+        yield RankProcesses(endpoint)

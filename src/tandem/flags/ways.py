@@ -1,0 +1,27 @@
+"""Over how many GPUs a model goes, as far as flags say it. `planner/ways.py` chooses where they do not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from tandem.flags.engine_config import EngineConfig
+
+FIELDS = ("tensor_parallel_size", "pipeline_parallel_size")
+
+
+def way_is_open(config: EngineConfig) -> bool:
+    """Whether no flag says it."""
+    return config.device != "cpu" and not config.given_flags(FIELDS)
+
+
+def on_one_gpu(config: EngineConfig) -> EngineConfig:
+    """The same, with one GPU unless a flag says how many."""
+    return dataclasses.replace(config, explicit=config.explicit | {"tensor_parallel_size"})
+
+
+def argv_on_one_gpu(argv: Sequence[str]) -> list[str]:
+    """Likewise a command line of `kt serve`."""
+    config, _ = EngineConfig.possible(argv)
+    is_open = config is not None and way_is_open(config)
+    return [*argv, "--tensor-parallel-size", "1"] if is_open else [*argv]

@@ -1,0 +1,147 @@
+"""A server that chooses by itself to use several GPUs: it starts their processes, keeps the choice, and takes one GPU
+where they do not start. CPU ranks stand in for those on GPUs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from plans import GIB
+from quiet_clock import PATIENCE
+from ranks.processes import processes_of_ranks
+from server_harness import ServerProcess, running, spawn_real
+from tandem import LLM, SamplingParams
+from tandem.engine.start import loader
+from tandem.flags.engine_config import EngineConfig
+from tandem.machine.gpus import Gpu
+from tandem.machine.machine import Machine
+
+pytestmark = pytest.mark.skipif(len(Machine.detect_cpus().cores) < 2, reason="a rank needs a core")
+
+FLAGS = ("--dtype", "float32", "--skip-server-warmup")
+PROMPT = [7, 8, 9, 10, 11]
+CHOOSES = """
+import sys
+if "tandem.server.engine_process" in sys.orig_argv:
+    from tandem.engine.start import loader
+    from tandem.flags.ways import way_is_open
+    from tandem.planner.choices.decision import Decision
+    from tandem.planner.ways import Way, WayChoice
+    def chosen_way(config, failed=()):
+        if not way_is_open(config):
+            return loader.ChosenWay(WayChoice(config))
+        way, said = (Way(), "one GPU") if "--tp 2" in failed else (Way(ranks=2), "--tp 2")
+        return loader.ChosenWay(WayChoice(way.config(config), Decision("parallelism", said, "a stand-in's choice")))
+    loader.chosen_way = chosen_way
+"""
+BREAKS = """
+import sys
+if "tandem.server.ranks.process" in sys.orig_argv:
+    import torch
+    def refuse(*given):
+        raise RuntimeError("no memory for a shard")
+    torch.set_num_threads = refuse  # the first thing that a rank does
+"""
+
+Serve = Callable[..., "contextmanager[ServerProcess]"]
+
+
+@pytest.fixture
+def serve(tiny_models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Serve:
+    """A server on a machine whose nvidia-smi is there and shows nothing. code: runs in its processes first."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+
+    @contextmanager
+    def served(code: str) -> Iterator[ServerProcess]:
+        (tmp_path / "sitecustomize.py").write_text(code)
+        with running(spawn_real(tiny_models["glm4_moe"], tmp_path / "log", *FLAGS)) as server:
+            server.wait_until_ready()
+            yield server
+
+    return served
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_models) -> list[int]:
+    llm = LLM(str(tiny_models["glm4_moe"]), device="cpu", dtype="float32", kt_cpuinfer=2)
+    greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    return llm.generate([PROMPT], greedy, progress=False)[0].token_ids
+
+
+def answered(server: ServerProcess) -> list[int]:
+    sampling = {"temperature": 0, "max_new_tokens": 20, "ignore_eos": True}
+    body = {"input_ids": PROMPT, "sampling_params": sampling}
+    return httpx.post(f"{server.url}/generate", json=body, timeout=PATIENCE).json()["output_ids"]
+
+
+def test_ranks_that_were_chosen_answer_as_one_and_come_back(serve: Serve, expected: list[int]) -> None:
+    with serve(CHOOSES) as server:
+        assert answered(server) == expected
+        before = processes_of_ranks(server)
+        said = server.log.read_text()
+        assert "parallelism              --tp 2            a stand-in's choice" in said
+        assert said.index("parallelism") < said.index("ranks                    2")
+        os.kill(before[1].pid, signal.SIGKILL)
+        psutil.wait_procs(before, PATIENCE)
+        server.wait_until_ready()
+        assert answered(server) == expected
+        assert not {each.pid for each in processes_of_ranks(server)} & {each.pid for each in before}
+        assert server.log.read_text().count("a stand-in's choice") == 1  # later starts keep it as if a flag said so
+
+
+def test_ranks_that_were_chosen_and_do_not_start_are_left(serve: Serve, expected: list[int]) -> None:
+    with serve(CHOOSES + BREAKS) as server:
+        assert answered(server) == expected
+        said = server.log.read_text()
+        assert "rank 1: RuntimeError: no memory for a shard" in said
+        ended = "--tp 2 was chosen and did not start: the engine process ended at start (rank 1 ended: exit code 1"
+        assert ended in said and "; starting without it" in said
+        assert "parallelism              one GPU" in said
+        children = psutil.Process(server.process.pid).children()
+        assert not [each for each in children if any("ranks.process" in word for word in each.cmdline())]
+
+
+def machine_with(*gpus: Gpu) -> Machine:
+    return replace(Machine.detect_cpus(), gpus=gpus, gpu_missing=())
+
+
+@pytest.mark.parametrize("flags", [{}, {"tp": 1}, {"device": "cpu"}])
+def test_files_are_read_once_and_only_where_there_is_a_choice(tiny_models, monkeypatch, flags) -> None:
+    """The same files are then loaded. A tiny model fits one GPU."""
+    gpus = [Gpu("NVIDIA H200", 141 * GIB, 140 * GIB, "gen5 x16", number, "", (9, 0)) for number in range(2)]
+    monkeypatch.setattr(loader, "may_have_gpus", lambda: True)
+    monkeypatch.setattr(Machine, "with_gpus", lambda machine: machine)
+    config = EngineConfig.from_keywords(str(tiny_models["glm4_moe"]), **flags)
+    monkeypatch.setattr(loader, "these_cpus", lambda: machine_with(*gpus))
+    way = loader.chosen_way(config)
+    if flags:
+        assert way == loader.ChosenWay(loader.WayChoice(config))
+        return
+    assert way.choice.decision is not None and way.choice.decision.value == "one GPU"
+    assert way.choice.config == config and way.stored is not None
+    assert way.machine is not None and way.machine.gpus == tuple(gpus)
+    monkeypatch.setattr(loader, "these_cpus", lambda: machine_with(gpus[0]))
+    assert loader.chosen_way(config) == loader.ChosenWay(loader.WayChoice(config))
+
+
+def test_a_load_takes_the_files_of_the_choice(tiny_models, monkeypatch) -> None:
+    config = EngineConfig.from_keywords(str(tiny_models["glm4_moe"]), dtype="float32")
+    stored = loader.StoredModelFiles.at(config, tiny_models["glm4_moe"])
+    decision = loader.resolve(config, stored.model, machine_with(), stored.formats).decisions[0]
+    way = loader.ChosenWay(loader.WayChoice(config, decision, ("one notice",)), stored, machine_with())
+    monkeypatch.setattr(loader.StoredModelFiles, "at", None)  # not read again
+    plan = loader.load_parts(config, way=way).plan
+    assert plan.decisions[0] == decision and plan.notices[0] == "one notice"
