@@ -39,6 +39,7 @@ struct Avx512Isa {
   };
   // Rows x panels accumulators of 32 registers (kDotRows: x 2 panels); decoding in dot_rows needs some more of them.
   static constexpr int kDotRows = 8;
+  static constexpr int kWideRows = 2;  // that take four panels at once
   static constexpr int kTileRows = 6;
   static constexpr int kTilePanels = 4;
 

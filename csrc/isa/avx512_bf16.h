@@ -99,11 +99,12 @@ struct Avx512Bf16Isa : Avx512Isa {
   TANDEM_INLINE static Pair decode_uint4(const uint8_t* p, int index) {
     return {_mm512_permutexvar_epi16(_mm512_srli_epi16(_mm512_loadu_si512(p), 4 * index), uint4_values())};
   }
+  // Two pairs of k are put together at once, as bytes: pairs 0 and 2, 1 and 3, and so on.
   TANDEM_INLINE static Pair decode_int6(const uint8_t* p, int index) {
     const __m512i four = _mm512_loadu_si512(p + 64 * (index / 4)), two = _mm512_loadu_si512(p + 128);
-    const __m512i lower = _mm512_srli_epi16(four, 4 * (index % 4)), upper = shifted_left(two, 4 - six_bit(index));
-    // A lookup reads 6 bits.
-    const __m512i code = _mm512_ternarylogic_epi32(_mm512_set1_epi16(15), lower, upper, 0xca);  // a ? b : c
+    const __m512i lower = shifted_left(four, index % 2 ? -4 : 0), upper = shifted_left(two, 4 - six_bit(index) % 8);
+    const __m512i both = _mm512_ternarylogic_epi32(_mm512_set1_epi8(15), lower, upper, 0xca);  // a ? b : c
+    const __m512i code = _mm512_srli_epi16(both, index % 4 / 2 * 8);                           // a lookup reads 6 bits
     return {_mm512_permutex2var_epi16(_mm512_load_si512(kSixBits.bf16), code, _mm512_load_si512(kSixBits.bf16 + 32))};
   }
   // Codebooks: calls each(k, lines) for 32 k of their blocks.

@@ -22,6 +22,7 @@ struct HalfRange {
 };
 
 struct Avx512Fp16Isa : Avx512Bf16Isa {
+  static constexpr int kWideRows = 0;              // four panels at once were not timed with it
   static constexpr float kUnitOfHalves = 0x1p-9f;  // a scale that all codes take without being rounded
   // Scales times 2^16, of even and odd k alike, and what is added to codes times scales; as halves.
   struct ScaledHalves {

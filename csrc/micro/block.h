@@ -2,16 +2,18 @@
 // order, with one accumulator per output. So a row's result does not depend on the algorithm or on its neighbours.
 #pragma once
 
+#include <type_traits>
+
 #include "format/formats.h"
 
 namespace tandem {
 namespace {
 
-// Where the lines of a pair of panels come from: decoded from the payload in registers, or unpacked before.
-template <class Isa, class Format>
+// Where the lines of P panels come from: decoded from the payload in registers, or unpacked before.
+template <class Isa, class Format, int P = 2>
 struct PayloadSource {
   using Lane = typename Format::Lane;
-  static constexpr int kPanels = 2;
+  static constexpr int kPanels = P;
   static constexpr bool kStreamed = true;
   static constexpr int kPairsPerStep = pairs_at_once<Format>();
   static constexpr int kLinesPerStep = Lane::kLinesPerPair * kPairsPerStep;
@@ -19,7 +21,7 @@ struct PayloadSource {
   static constexpr int kStepsPerBlock = Format::kPairsPerBlock;
   static constexpr int kStepBytes = Format::kPairBytes * kPairsPerStep;
   static constexpr float kUnit = Format::kUnit;
-  const uint8_t* panel[2];
+  const uint8_t* panel[P];
   int64_t ahead;  // bytes from here to what is prefetched
 
   TANDEM_INLINE auto decode(int p, int64_t step, int index) const {
@@ -59,6 +61,25 @@ struct Sums {
   typename Isa::Vec v[R][P];
 };
 
+// sums += x[:, one step of k) * panels, of which each is a chain of its own.
+template <class Isa, class Source, int R>
+TANDEM_INLINE void accumulate_step(const Source& source, const uint8_t* const (&row)[R], int64_t step, int index,
+                                   Sums<Isa, R, Source::kPanels>& sums) {
+  using Lane = typename Source::Lane;
+  constexpr int kPanels = Source::kPanels, kBytes = 4 * Source::kLinesPerStep;
+  decltype(source.decode(0, step, index)) weights[kPanels];
+#pragma GCC unroll 4
+  for (int p = 0; p < kPanels; ++p) weights[p] = source.decode(p, step, index);
+#pragma GCC unroll 4
+  for (int line = 0; line < Source::kLinesPerStep; ++line)
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const auto x_line = Lane::x_line(row[r] + (step + index) * kBytes + 4 * line);
+#pragma GCC unroll 4
+      for (int p = 0; p < kPanels; ++p) sums.v[r][p] = Lane::dot(sums.v[r][p], weights[p].line[line], x_line);
+    }
+}
+
 // sums += x[:, pairs first..last) * panels
 template <class Isa, class Source, int R>
 TANDEM_INLINE void accumulate(const Source& source, const uint8_t* const* x, int64_t first, int64_t last,
@@ -73,7 +94,9 @@ TANDEM_INLINE void accumulate(const Source& source, const uint8_t* const* x, int
        step += Source::kStepsPerBlock) {
 #pragma GCC unroll 8
     for (int index = 0; index < Source::kStepsPerBlock; ++index) {
-      if constexpr (kPanels == 4) {
+      if constexpr (Source::kStreamed) {
+        accumulate_step<Isa, Source, R>(source, row, step, index, sums);
+      } else if constexpr (kPanels == 4) {
         static_assert(Source::kLinesPerStep == 1);
         typename Lane::Line weights[4];
 #pragma GCC unroll 4
@@ -117,6 +140,14 @@ TANDEM_INLINE void store_sums(const Sums<Isa, R, P>& sums, float* y, int64_t str
     for (int p = 0; p < P; ++p) Isa::store(y + r * stride + 16 * p, sums.v[r][p]);
 }
 
+// So few rows leave too few chains of sums to hide the latency of a product: they take two pairs of panels at once.
+// Where a tier has the registers for it, and it was timed.
+template <class Isa>
+constexpr int kWideRowsOf = 0;
+template <class Isa>
+  requires requires { Isa::kWideRows; }
+constexpr int kWideRowsOf<Isa> = Isa::kWideRows;
+
 constexpr int64_t kScalesAhead = 1024;  // bytes: scales are streams of their own, prefetched some groups ahead
 
 struct Scales {
@@ -147,11 +178,33 @@ TANDEM_INLINE typename Isa::Vec scales_for(const uint8_t* panel_scales, ScaleTyp
   return Isa::mul(scale, Isa::set1(Source::kUnit));
 }
 
-// y = scale * sums + (y or 0), and where it is shifted + shift * the sum of the group's activations: weight = code *
-// scale + shift. scales: of each pair of panels.
-template <class Isa, class Source, bool kShifted, int R, int P>
-TANDEM_INLINE void add_scaled(const Sums<Isa, R, P>& sums, const Scales* scales, int64_t group, float* y,
-                              int64_t stride) {
+// Where totals over groups are kept: in memory, or in registers where there are few.
+template <class Isa, int R, int P>
+struct TotalsInMemory {
+  float* y;
+  int64_t stride;
+  TANDEM_INLINE TotalsInMemory(float* to, int64_t row_stride, bool) : y(to), stride(row_stride) {}
+  TANDEM_INLINE typename Isa::Vec get(int r, int p) const { return Isa::load(y + r * stride + kPanelRows * p); }
+  TANDEM_INLINE void put(int r, int p, typename Isa::Vec v) { Isa::store(y + r * stride + kPanelRows * p, v); }
+  TANDEM_INLINE void finish() const {}
+};
+template <class Isa, int R, int P>
+struct TotalsInRegisters {
+  Sums<Isa, R, P> sums;
+  float* y;
+  int64_t stride;
+  TANDEM_INLINE TotalsInRegisters(float* to, int64_t row_stride, bool onto) : y(to), stride(row_stride) {
+    if (onto) load_sums<Isa, R, P>(sums, y, stride);
+  }
+  TANDEM_INLINE typename Isa::Vec get(int r, int p) const { return sums.v[r][p]; }
+  TANDEM_INLINE void put(int r, int p, typename Isa::Vec v) { sums.v[r][p] = v; }
+  TANDEM_INLINE void finish() const { store_sums<Isa, R, P>(sums, y, stride); }
+};
+
+// totals = scale * sums + (totals or 0), and where it is shifted + shift * the sum of the group's activations: weight =
+// code * scale + shift. scales: of each pair of panels.
+template <class Isa, class Source, bool kShifted, int R, int P, class Totals>
+TANDEM_INLINE void add_scaled(const Sums<Isa, R, P>& sums, const Scales* scales, int64_t group, Totals& totals) {
   using Vec = typename Isa::Vec;
   Vec scale[P], shift[P];
   for (int p = 0; p < P; ++p) {
@@ -165,11 +218,11 @@ TANDEM_INLINE void add_scaled(const Sums<Isa, R, P>& sums, const Scales* scales,
   for (int r = 0; r < R; ++r) {
     Vec sum;
     if constexpr (kShifted) sum = Isa::set1(scales->x_sums[r * scales->sums_stride + group]);
+#pragma GCC unroll 4
     for (int p = 0; p < P; ++p) {
-      float* out = y + r * stride + 16 * p;
-      Vec v = Isa::fma(sums.v[r][p], scale[p], group > 0 ? Isa::load(out) : Isa::zero());
+      Vec v = Isa::fma(sums.v[r][p], scale[p], group > 0 ? totals.get(r, p) : Isa::zero());
       if constexpr (kShifted) v = Isa::fma(sum, shift[p], v);
-      Isa::store(out, v);
+      totals.put(r, p, v);
     }
   }
 }
@@ -209,18 +262,22 @@ void block(const Source& source, int64_t source_first, const uint8_t* const* x, 
     store_sums<Isa, R, kPanels>(sums, y, stride);
     return;
   }
+  using Totals = std::conditional_t<(R * kPanels <= 4 * kWideRowsOf<Isa>), TotalsInRegisters<Isa, R, kPanels>,
+                                    TotalsInMemory<Isa, R, kPanels>>;
   const int64_t pairs_per_group = scales->pairs_per_group;
+  Totals totals(y, stride, first > 0);
   for (int64_t pair = first; pair < last; pair += pairs_per_group) {
     const int64_t group = pair / pairs_per_group, begin = pair - source_first;
     clear<Isa, R, kPanels>(sums);
     accumulate<Isa, Source, R>(source, rows, begin, begin + pairs_per_group, sums);
     if constexpr (Source::kStreamed)
-      for (int p = 0; p < kPanels; ++p) Isa::prefetch(scales->of_group(p, group) + scales->ahead);
+      for (int p = 0; p < kPanels; ++p) Isa::prefetch(scales[p / 2].of_group(p % 2, group) + scales->ahead);
     if (scales->shifts[0])
-      add_scaled<Isa, Source, true, R, kPanels>(sums, scales, group, y, stride);
+      add_scaled<Isa, Source, true, R, kPanels>(sums, scales, group, totals);
     else
-      add_scaled<Isa, Source, false, R, kPanels>(sums, scales, group, y, stride);
+      add_scaled<Isa, Source, false, R, kPanels>(sums, scales, group, totals);
   }
+  totals.finish();
 }
 
 // Rows per block when `rows` are cut evenly into blocks of at most kMax: a short last block would leave too few

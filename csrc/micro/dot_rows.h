@@ -30,38 +30,62 @@ TANDEM_INLINE PrefetchAt prefetch_at(int64_t units, int64_t payload_bytes, int64
   return {turn, {ahead * payload_bytes, next - turn * payload_bytes}, {ahead * scale_bytes, next - turn * scale_bytes}};
 }
 
-// Rows [first, first + rows) of the call, all pairs of panels. sums: see Scales; null where nothing is shifted.
-template <class Isa, class Format, int kMost>
-void dot_some_rows(const MatmulArgs* args, int first, int rows, const float* sums, int64_t sums_stride) {
-  using Source = PayloadSource<Isa, Format>;
+// Sums of activations over each group, for shifts: see Scales. Null where nothing is shifted.
+struct GroupSums {
+  const float* sums;
+  int64_t stride;
+};
+
+// kPairs pairs of panels from pair p of the call on, rows [first, first + rows).
+template <class Isa, class Format, int kMost, int kPairs>
+TANDEM_INLINE void dot_pairs(const MatmulArgs* args, int p, int first, int rows, const GroupSums& x_sums) {
+  using Source = PayloadSource<Isa, Format, 2 * kPairs>;
   const WeightView& w = args->weights;
   const uint8_t* const* x = reinterpret_cast<const uint8_t* const*>(args->x_rows) + first;
   const int64_t depth = w.padded_depth / 2, unit = w.group > 32 ? w.group / 2 : 16;  // of k, in pairs
   const int64_t unit_scales = w.group ? 2 * unit / w.group * group_bytes(w.scale_type) : 0;
   const int step = rows_per_block<kMost>(rows);
-  for (int p = 0; p < args->pairs; ++p) {
-    PairOfPanels panels = pair_of_panels(w, args->first_pair + p);
-    panels.scales.x_sums = sums;
-    panels.scales.sums_stride = sums_stride;
-    const uint8_t* following = panels.payload[0] + 2 * w.panel_bytes;
-    const uint8_t* next = p + 1 < args->pairs || !args->next_panel ? following : args->next_panel;
-    const PrefetchAt ahead =
-        prefetch_at(depth / unit, unit * Format::kPairBytes, unit_scales, next - panels.payload[0]);
-    Source source{{panels.payload[0], panels.payload[1]}, 0};
-    float* y = args->y + first * args->y_stride + kPairColumns * p;
-    for (int r = 0; r < rows; r += step) {
-      const auto part = [&](int64_t begin, int64_t end, int turned) {
-        source.ahead = ahead.payload[turned];
-        panels.scales.ahead = ahead.scales[turned];
-        const Scales scales = panels.scales.at(0, r);
-        block_of<Isa, Source, Format::kScaled, kMost>(rows - r < step ? rows - r : step, source, 0, x + r, begin, end,
-                                                      &scales, y + r * args->y_stride, args->y_stride);
-      };
-      if (ahead.turn > 0) part(0, ahead.turn * unit, 0);
-      part(ahead.turn * unit, depth, 1);
-    }
-    scale_rows<Isa, Source>(panels.row_scales, y, args->y_stride, rows);
+  PairOfPanels panels[kPairs];
+  Source source{};
+  for (int i = 0; i < kPairs; ++i) {
+    panels[i] = pair_of_panels(w, args->first_pair + p + i);
+    panels[i].scales.x_sums = x_sums.sums;
+    panels[i].scales.sums_stride = x_sums.stride;
+    source.panel[2 * i] = panels[i].payload[0], source.panel[2 * i + 1] = panels[i].payload[1];
   }
+  const uint8_t* following = panels[0].payload[0] + kPairs * w.pair_bytes;
+  const uint8_t* next = p + kPairs < args->pairs || !args->next_panel ? following : args->next_panel;
+  const PrefetchAt ahead =
+      prefetch_at(depth / unit, unit * Format::kPairBytes, unit_scales, next - panels[0].payload[0]);
+  float* y = args->y + first * args->y_stride + kPairColumns * p;
+  for (int r = 0; r < rows; r += step) {
+    const auto part = [&](int64_t begin, int64_t end, int turned) {
+      source.ahead = ahead.payload[turned];
+      Scales scales[kPairs];
+      for (int i = 0; i < kPairs; ++i) {
+        panels[i].scales.ahead = ahead.scales[turned];
+        scales[i] = panels[i].scales.at(0, r);
+      }
+      block_of<Isa, Source, Format::kScaled, kMost>(rows - r < step ? rows - r : step, source, 0, x + r, begin, end,
+                                                    scales, y + r * args->y_stride, args->y_stride);
+    };
+    if (ahead.turn > 0) part(0, ahead.turn * unit, 0);
+    part(ahead.turn * unit, depth, 1);
+  }
+  for (int i = 0; i < kPairs; ++i)
+    scale_rows<Isa, Source>(panels[i].row_scales, y + kPairColumns * i, args->y_stride, rows);
+}
+
+// Rows [first, first + rows) of the call, all pairs of panels.
+template <class Isa, class Format, int kMost>
+void dot_some_rows(const MatmulArgs* args, int first, int rows, const GroupSums& x_sums) {
+  constexpr int kWide = kWideRowsOf<Isa>;
+  int p = 0;
+  if constexpr (kWide > 0) {
+    for (; rows <= kWide && p + 2 <= args->pairs; p += 2)
+      dot_pairs<Isa, Format, kWide, 2>(args, p, first, rows, x_sums);
+  }
+  for (; p < args->pairs; ++p) dot_pairs<Isa, Format, kMost, 1>(args, p, first, rows, x_sums);
 }
 
 // kMost: rows of a block.
@@ -69,7 +93,7 @@ template <class Isa, template <class> class F, int kMost>
 void dot_rows(const MatmulArgs* args) {
   using Format = F<Isa>;
   const WeightView& w = args->weights;
-  if (!w.shift_offset) return dot_some_rows<Isa, Format, kMost>(args, 0, args->rows, nullptr, 0);
+  if (!w.shift_offset) return dot_some_rows<Isa, Format, kMost>(args, 0, args->rows, {nullptr, 0});
   const int64_t groups = w.padded_depth / w.group;
   const int most = int(kFewRowsScratchBytes / 4 / groups);  // rows whose sums fit; see kMaxShiftedGroups
   float* sums = reinterpret_cast<float*>(args->scratch);
@@ -77,7 +101,7 @@ void dot_rows(const MatmulArgs* args) {
     const int rows = args->rows - first < most ? args->rows - first : most;
     const uint8_t* const* x = reinterpret_cast<const uint8_t* const*>(args->x_rows) + first;
     sum_groups<Isa, typename Format::Lane>(x, rows, w.group, 0, groups, sums);
-    dot_some_rows<Isa, Format, kMost>(args, first, rows, sums, groups);
+    dot_some_rows<Isa, Format, kMost>(args, first, rows, {sums, groups});
   }
 }
 
