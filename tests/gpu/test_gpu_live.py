@@ -35,10 +35,10 @@ from tandem.planner.plan import Plan
 if AVAILABLE:
     from tandem.bench.placement import turns as placement_turns
     from tandem.bench.placement.trace_usage import TraceUsage
-    from tandem.bench.placement.turns import OneModel, Sides, placements, room_for
+    from tandem.bench.placement.turns import OneModel, Sides, Switched, placements, room_for
     from tandem.bench.synthetic import SyntheticStore
     from tandem.engine.start import gpu_side
-    from tandem.engine.start.gpu_side import GpuSide, live_experts
+    from tandem.engine.start.gpu_side import GpuSide, StepStart, live_experts
     from tandem.experts.handoff import Handoff
     from tandem.experts.handoff_counts import HandoffSizes
     from tandem.experts.hybrid_store import HybridStore
@@ -270,6 +270,18 @@ def test_strategies_are_measured_in_turn_on_one_model(monkeypatch: pytest.Monkey
         assert found[name].usage.hits == int((expert_counts(trace, EXPERTS) * placement.gpu_experts).sum())
         assert found[name].usage.swaps == 0
     assert found["dynamic"].usage.swaps > 0 and found["dynamic"].usage.hits != found["uniform"].usage.hits
+
+
+def test_a_strategy_that_is_switched_off_is_held_while_a_prompt_runs_as_one_that_serves() -> None:
+    calls = list[str]()
+    live = SimpleNamespace(pause=lambda: calls.append("pause"), resume=lambda: calls.append("resume"))
+    start = StepStart(SimpleNamespace(find_rows=ignored, begin_step=ignored), None, True, Switched(live))
+    assert start.begin_task(SimpleNamespace(input_ids=[]))
+    start.end_task()
+    assert calls == ["pause", "resume"]
+
+
+def ignored(*_: object, **__: object) -> None: ...
 
 
 def test_strategies_in_turn_have_experts_on_both_sides_of_every_layer() -> None:

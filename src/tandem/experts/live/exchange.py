@@ -190,6 +190,7 @@ class LiveExchange:
             self._queue.clear()
         exchanges, buffers = self._next()
         if exchanges:
+            self._copies.follow()  # they overwrite buffers, and read slots, that earlier ones wrote
             self._batch = _Batch(self._turn(exchanges, buffers), exchanges, buffers, set())
         return outcome
 
@@ -261,7 +262,6 @@ class LiveExchange:
                 outcome.done.append(exchange)
                 self._free.append(batch.buffers[index])
                 self._busy.discard(exchange.layer)
-        self._copies.follow()  # what begins next overwrites these buffers, and reads these slots
 
 
 def _moving(layers: Sequence[LiveLayer | None]) -> _core.MovingLayers:

@@ -133,6 +133,7 @@ class LiveExperts:
         self._counts_now: UseCounts | None = None  # that were asked for after this step
         self._deciding = False  # whether `_decisions` were given to a step
         self._made_last: list[Exchange] = []  # that the policy does not know of yet
+        self._untold: ExchangeOutcome | None = None  # that those who count do not know of yet
         self._steps = 0
         self._held, self._written = False, -SETTLED  # the step in which an exchange gave the GPU something last
         self._in_vain = 0  # exchanges dropped since the last one that was made
@@ -208,6 +209,8 @@ class LiveExperts:
         if self._exchange.under_way and not self._held:
             self._written = self._all_steps
             yield "end", partial(self._move, self._exchange.end)
+        if self._untold is not None:
+            yield "ask", self._tell
         if self._prepares:
             yield "prepare", partial(self._move, self._exchange.prepare)
         if self._made_last:
@@ -230,9 +233,10 @@ class LiveExperts:
     def finish(self) -> None:
         """Makes all exchanges that were decided on, waiting for their copies."""
         while self._exchange.busy and not self._failed:
-            for part, action in (("end", self._exchange.end), ("prepare", self._exchange.prepare)):
-                self._guarded(part, partial(self._move, action), lambda: False)
-        self._guarded("note", self._note, lambda: False)
+            self._guarded("end", partial(self._move, self._exchange.end), _nobody_waits)
+            self._guarded("ask", self._tell, _nobody_waits)
+            self._guarded("prepare", partial(self._move, self._exchange.prepare), _nobody_waits)
+        self._guarded("note", self._note, _nobody_waits)
 
     def _guarded(self, part: str, action: Callable[[], None], over: Callable[[], bool]) -> bool:
         """Whether the GPU waits by its end."""
@@ -303,17 +307,21 @@ class LiveExperts:
             self._policy.stranded(exchange)
         for layer in outcome.ended:
             self._policy.ended(layer)
-        if outcome.done or outcome.stranded:
-            self._usage.moved(partial(_changes, outcome), len(outcome.done), self._now())
+        self._untold = outcome if outcome.done or outcome.stranded else None
         self._in_vain = 0 if outcome.done else self._in_vain + len(outcome.dropped)
         if self._in_vain >= GIVE_UP:
+            self._tell()
             raise EngineError(f"{self._in_vain} exchanges of experts failed one after the other")
 
-    def _now(self) -> UseCounts | None:
-        """Counts of the steps until now, if they are asked for; they are if that is due soon."""
+    def _tell(self) -> None:
+        """Has what was counted until now count for where experts were. Counts that a decision wants soon are the same
+        ones."""
+        outcome, self._untold = self._untold, None
+        if outcome is None:
+            return
         if self._counts_now is None and self._asks_after(self._policy.interval_steps - 1):
             self._ask()
-        return self._counts_now
+        self._usage.moved(partial(_changes, outcome), len(outcome.done), self._counts_now)
 
     def _note(self) -> None:
         """Does the bookkeeping that can wait for a step: nothing is decided or begun before it."""
