@@ -16,6 +16,7 @@ from draft_models import drafted
 from gpu import needs_cuda
 from gpu_sessions import logprobs, rms
 from quiet_clock import PATIENCE
+from ranks.choosing import CHOOSES, NO_LANE, runs_first
 from ranks.processes import processes_of_ranks
 from server_harness import ServerProcess, running, spawn_real
 
@@ -92,3 +93,23 @@ def test_a_killed_rank_ends_the_other_and_both_come_back(server, rank) -> None:
     assert failed.status_code == 503 and f"rank {rank} ended: SIGKILL" in failed.text
     server.wait_until_ready()
     assert len(asked(server).json()["output_ids"]) == 12
+
+
+def test_ranks_that_were_chosen_without_a_flag(tiny_models, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("TANDEM_RANKS_SHARE_GPU", "1")
+    runs_first(CHOOSES, tmp_path, monkeypatch)
+    with running(spawn_real(tiny_models["qwen3_moe-gpu"], tmp_path / "log", *FLAGS[2:])) as server:
+        server.wait_until_ready()
+        assert len(asked(server).json()["output_ids"]) == 12 and len(processes_of_ranks(server)) == 2
+        assert "parallelism              --tp 2" in server.log.read_text()
+
+
+def test_one_gpu_serves_where_chosen_ranks_find_no_lane(tiny_models, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("TANDEM_RANKS_SHARE_GPU", "1")
+    runs_first(CHOOSES + NO_LANE, tmp_path, monkeypatch)
+    with running(spawn_real(tiny_models["qwen3_moe-gpu"], tmp_path / "log", *FLAGS[2:])) as server:
+        server.wait_until_ready()
+        assert len(asked(server).json()["output_ids"]) == 12
+        said = server.log.read_text()
+        assert "--tp 2 was chosen and did not start: no way between GPUs works" in said
+        assert "parallelism              one GPU" in said

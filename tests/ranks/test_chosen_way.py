@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +16,7 @@ import pytest
 
 from plans import GIB
 from quiet_clock import PATIENCE
+from ranks.choosing import CHOOSES, NO_LANE, NO_RANK, runs_first, with_nvidia_smi
 from ranks.processes import processes_of_ranks
 from server_harness import ServerProcess, running, spawn_real
 from tandem import LLM, SamplingParams
@@ -29,44 +29,17 @@ pytestmark = pytest.mark.skipif(len(Machine.detect_cpus().cores) < 2, reason="a 
 
 FLAGS = ("--dtype", "float32", "--skip-server-warmup")
 PROMPT = [7, 8, 9, 10, 11]
-CHOOSES = """
-import sys
-if "tandem.server.engine_process" in sys.orig_argv:
-    from tandem.engine.start import loader
-    from tandem.flags.ways import way_is_open
-    from tandem.planner.choices.decision import Decision
-    from tandem.planner.ways import Way, WayChoice
-    def chosen_way(config, failed=()):
-        if not way_is_open(config):
-            return loader.ChosenWay(WayChoice(config))
-        way, said = (Way(), "one GPU") if "--tp 2" in failed else (Way(ranks=2), "--tp 2")
-        return loader.ChosenWay(WayChoice(way.config(config), Decision("parallelism", said, "a stand-in's choice")))
-    loader.chosen_way = chosen_way
-"""
-BREAKS = """
-import sys
-if "tandem.server.ranks.process" in sys.orig_argv:
-    import torch
-    def refuse(*given):
-        raise RuntimeError("no memory for a shard")
-    torch.set_num_threads = refuse  # the first thing that a rank does
-"""
-
 Serve = Callable[..., "contextmanager[ServerProcess]"]
 
 
 @pytest.fixture
 def serve(tiny_models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Serve:
     """A server on a machine whose nvidia-smi is there and shows nothing. code: runs in its processes first."""
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\n")
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    with_nvidia_smi(tmp_path, monkeypatch)
 
     @contextmanager
     def served(code: str) -> Iterator[ServerProcess]:
-        (tmp_path / "sitecustomize.py").write_text(code)
+        runs_first(code, tmp_path, monkeypatch)
         with running(spawn_real(tiny_models["glm4_moe"], tmp_path / "log", *FLAGS)) as server:
             server.wait_until_ready()
             yield server
@@ -102,14 +75,20 @@ def test_ranks_that_were_chosen_answer_as_one_and_come_back(serve: Serve, expect
         assert server.log.read_text().count("a stand-in's choice") == 1  # later starts keep it as if a flag said so
 
 
-def test_ranks_that_were_chosen_and_do_not_start_are_left(serve: Serve, expected: list[int]) -> None:
-    with serve(CHOOSES + BREAKS) as server:
+@pytest.mark.parametrize(
+    ("breaks", "why"),
+    [
+        (NO_RANK, "the engine process ended at start (rank 1 ended: exit code 1"),
+        (NO_LANE, "no way between GPUs works: peer: wrong sums; host: OSError"),
+    ],
+    ids=["rank", "lane"],
+)
+def test_ranks_that_were_chosen_and_do_not_start_are_left(serve: Serve, expected: list[int], breaks, why) -> None:
+    with serve(CHOOSES + breaks) as server:
         assert answered(server) == expected
         said = server.log.read_text()
-        assert "rank 1: RuntimeError: no memory for a shard" in said
-        ended = "--tp 2 was chosen and did not start: the engine process ended at start (rank 1 ended: exit code 1"
-        assert ended in said and "; starting without it" in said
-        assert "parallelism              one GPU" in said
+        assert f"--tp 2 was chosen and did not start: {why}" in said and "; starting without it" in said
+        assert "parallelism              one GPU" in said and "Traceback" not in said.partition("one GPU")[2]
         children = psutil.Process(server.process.pid).children()
         assert not [each for each in children if any("ranks.process" in word for word in each.cmdline())]
 
