@@ -233,9 +233,20 @@ def test_what_is_not_understood_is_refused(changes: dict[str, object], message: 
 
 def test_its_draft_layer_is_named_and_left_out() -> None:
     config = config_from_dict(HUB | {"num_nextn_predict_layers": 1})
-    assert config.drafts is None and config.unread_keys == ("num_nextn_predict_layers",)
+    assert config.drafts is not None and not config.unread_keys
     plan = resolve(EngineConfig(model="m"), config, machine(free=512 << 30))
-    assert any("draft layers (MTP) are not loaded" in notice for notice in plan.notices)
+    assert any("a draft layer, which is not loaded" in notice for notice in plan.notices)
+
+
+def test_its_draft_layer_has_limits_of_its_own() -> None:
+    """Behind those of all layers; none where a list ends before."""
+    lists = {"expert_swiglu_limit_list": [0.0] * 41 + [7.0, 5.0], "share_expert_swiglu_limit_list": [0.0] * 41 + [8.0]}
+    config = config_from_dict(HUB | {"num_nextn_predict_layers": 1} | lists)
+    assert config.drafts is not None
+    for layer, routed, shared in ((config.layers[-1], 7.0, 8.0), (config.drafts.layer, 5.0, 0.0)):
+        moe = layer.moe
+        assert moe is not None and moe.shared is not None and moe.separate_shared
+        assert (moe.experts.activation.limit, moe.shared.activation.limit) == (routed, shared)
 
 
 def test_it_has_kernels_for_a_gpu() -> None:

@@ -23,10 +23,19 @@ def of_layers(keys: JsonKeys, key: str, default: Any) -> list[Any]:
 
 def limits(keys: JsonKeys, key: str) -> list[float]:
     """Numbers of each layer; 0: without a limit."""
-    by_layer = of_layers(keys, key, 0.0)
-    if bad := [value for value in by_layer if type(value) not in (int, float) or value < 0]:
+    return _numbers(keys, key, of_layers(keys, key, 0.0))
+
+
+def draft_limit(keys: JsonKeys, key: str) -> float:
+    """The number of a draft layer, which stands behind those of all layers; 0: without a limit."""
+    behind = (keys.get(key) or [])[layer_count(keys) :][:1]
+    return next(iter(_numbers(keys, key, [value or 0.0 for value in behind])), 0.0)
+
+
+def _numbers(keys: JsonKeys, key: str, values: list[Any]) -> list[float]:
+    if bad := [value for value in values if type(value) not in (int, float) or value < 0]:
         raise ConfigError(f"{keys.where}: {key} has {bad[0]!r}, and must have numbers of 0 or more")
-    return [float(value) for value in by_layer]
+    return [float(value) for value in values]
 
 
 def clamped(experts: Moe, routed: float, shared: float) -> Moe:

@@ -22,7 +22,7 @@ from tandem.planner import sizing
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
 FAMILIES = ["glm4_moe", "deepseek_v3", "glm4_moe_lite", "deepseek_v32", "qwen3_next", "qwen3_5_moe_text", "deepseek_v4",
-            "dspark", "glm5_next-pools", "qwen4_exp"]
+            "dspark", "glm5_next-pools", "qwen4_exp", "bailing_hybrid"]
 PROMPTS = {"a": [7, 8, 9, 7, 8], "b": [40] * 20, "c": list(range(60, 99))}
 
 

@@ -107,7 +107,7 @@ def test_text_is_the_same_where_pages_are_few(tiny_models, monkeypatch: pytest.M
     assert engine.stats().preemptions > 0 and engine.stats().speculation.right_guesses > 0
 
 
-@pytest.mark.parametrize("variant", ["glm5_next-pools", "qwen4_exp"])
+@pytest.mark.parametrize("variant", ["glm5_next-pools", "qwen4_exp", "bailing_hybrid"])
 def test_a_draft_layer_s_guesses_change_no_text(
     tiny_models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str
 ) -> None:

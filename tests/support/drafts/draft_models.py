@@ -29,8 +29,10 @@ from tiny import file_tensors
 FAMILIES = (
     "glm4_moe", "glm4_moe-plain", "deepseek_v3", "deepseek_v3-plain", "glm4_moe_lite", "deepseek_v32", "qwen3_next",
     "qwen3_5_moe_text", "deepseek_v4", "deepseek_v4-every", "qwen4_exp", "glm5_next", "glm5_next-pools",
+    "bailing_hybrid",
 )  # fmt: skip
 PROMPTS = {"a": [7, 8, 9, 7, 8], "b": [40] * 20, "c": list(range(60, 99))}
+LING = {"self_attn.o_proj": "attention.dense", "self_attn": "attention", "e_score_correction_bias": "expert_bias"}
 QWEN = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
 
 
@@ -49,7 +51,8 @@ class Drafted(DrawnChains):
         hidden = self.model(ids[:, :-1], output_hidden_states=True).hidden_states[-1]
         kept = copy.deepcopy(self.layer.config)
         if (kinds := getattr(self.model.config, "layer_types", None)) is not None:
-            kept.layer_types = kinds[-1:]  # MtpModel masks an indexed layer only if it is called a full one
+            attentions = [kind for kind in kinds if kind != "linear_attention"]
+            kept.layer_types = attentions[-1:]  # MtpModel masks an indexed layer only if it is called a full one
         cache, inputs = MtpCache(config=kept), ids[:, 1:]
         positions = torch.arange(1, len(tokens))[None]
         found: list[Tensor] = []
@@ -135,8 +138,15 @@ def _stored(layer: MtpModel, config) -> dict[str, Tensor]:
         elif qwen:
             found[f"mtp.{QWEN[module]}.{rest}"] = tensor
         else:
-            found[f"{before}{'shared_head.norm' if module == 'post_norm' else module}.{rest}"] = tensor
-    return found
+            last = "final_layernorm" if config.model_type == "bailing_hybrid" else "shared_head.norm"
+            found[f"{before}{last if module == 'post_norm' else module}.{rest}"] = tensor
+    return {_of_ling(name): tensor for name, tensor in found.items()} if "bailing" in config.model_type else found
+
+
+def _of_ling(name: str) -> str:
+    for ours, theirs in LING.items():
+        name = name.replace(ours, theirs)
+    return name
 
 
 def _split(name: str, tensor: Tensor) -> dict[str, Tensor]:

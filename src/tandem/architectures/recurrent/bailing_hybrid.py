@@ -1,5 +1,5 @@
 """Ling 3: Kimi-Linear's layers, whose decays have a floor and whose gates are of full rank; a gate on latent attention,
-which turns; Ling 2.0's router.
+which turns; Ling 2.0's router. A draft layer is attention and experts, as DeepSeek-V3's.
 
 Published files limit activations of their last layers (`expert_swiglu_limit_list`): vLLM and llama.cpp apply it, while
 Transformers' modules do not know it.
@@ -13,8 +13,8 @@ from typing import Any
 from tandem.architectures.deepseek import GGUF_STEMS, latent
 from tandem.architectures.deepseek import gguf_config as deepseek_gguf
 from tandem.architectures.family import SIGMOID, DerivedTensor, Family, Gguf, GgufKeys
-from tandem.architectures.limits import clamped, limits
-from tandem.architectures.names import Names, Renames
+from tandem.architectures.limits import clamped, draft_limit, limits
+from tandem.architectures.names import DraftNames, Names, Renames
 from tandem.architectures.recurrent.granite import taps_of
 from tandem.architectures.recurrent.kimi_linear import RECURRENT, floor_of
 from tandem.architectures.recurrent.kimi_linear import STEMS as KIMI_STEMS
@@ -28,6 +28,7 @@ from tandem.architectures.shared import (
     model,
     moe,
     sigmoid_router,
+    with_drafts,
 )
 from tandem.errors import ConfigError
 from tandem.mechanisms.channel_delta.shape import ChannelDelta
@@ -72,11 +73,15 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
         keys, generation, mixers.__getitem__, moe(router, width, width * shared), layers_after_dense(keys, 2)
     )
     routed_limits, shared_limits = (limits(keys, key) for key in LIMITS)
-    ling = replace(ling, unread_keys=keys.unread)
+    ling = with_drafts(keys, ling)
     if not any(routed_limits + shared_limits):
         return ling
     layers = zip(ling.layers, routed_limits, shared_limits, strict=True)
-    return replace(ling, layers=tuple(_with_limits(*layer) for layer in layers))
+    limited, drafts = tuple(_with_limits(*layer) for layer in layers), ling.drafts
+    if drafts is not None:
+        own = [draft_limit(keys, key) for key in LIMITS]
+        drafts = replace(drafts, layer=_with_limits(drafts.layer, *own))
+    return replace(ling, layers=limited, drafts=drafts)
 
 
 def _as_transformers(keys: JsonKeys) -> JsonKeys:
@@ -178,4 +183,5 @@ RENAMES = Renames(
 
 NAMES = Names(recurrent="self_attn", shared="mlp.shared_experts")
 GGUF = Gguf("bailingmoe3", gguf_config, STEMS, parts)
-FAMILY = Family(("bailing_hybrid",), config, (NAMES,), GGUF, renames=RENAMES)
+DRAFTS = DraftNames(norm="model.layers.{layer}.final_layernorm")
+FAMILY = Family(("bailing_hybrid",), config, (NAMES,), GGUF, DRAFTS, renames=RENAMES)
