@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -30,6 +31,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = {
@@ -56,10 +59,11 @@ class Engine:
 
     def __init__(self, name: str, kind: str, wishes: dict[str, Any], logs: Path) -> None:
         self.name, self._log = name, logs / f"{name}.log"
+        self._log.unlink(missing_ok=True)
         program = str(Path(__file__).with_name("vllm_engines.py"))
         self._process = subprocess.Popen(
             [sys.executable, program, kind, json.dumps(wishes)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self._log.open("w"), text=True, start_new_session=True, env=os.environ | ENVIRONMENT,
+            stderr=self._log.open("a"), text=True, start_new_session=True, env=os.environ | ENVIRONMENT,
         )  # fmt: skip
         self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -97,13 +101,11 @@ class Engine:
     def _end(self) -> str:
         """Lines of the log that say why, or its last ones."""
         lines = self._log.read_text().splitlines()
-        errors = [line for line in lines if "Error" in line and "Traceback" not in line]
+        errors = [line for line in lines if "Error" in line and "initialization failed" not in line]
         return " | ".join((errors or lines)[-3:])[-700:]
 
     def cpu_percent(self, seconds: float) -> float:
         """CPU use of all its processes, in per cent of a core, while nothing is asked."""
-        import psutil
-
         first = psutil.Process(self._process.pid)
         family = [first, *first.children(recursive=True)]
         used = lambda: sum(sum(each.cpu_times()[:2]) for each in family)  # noqa: E731
@@ -252,7 +254,7 @@ def plugin_questions(names: dict[str, int | None], kt: str) -> Questions:
 def handoff(engine: Engine) -> dict[str, Any]:
     """Columns: microseconds of a layer's hand-off, and CPU use while idle."""
     columns = dict[str, Any]()
-    with suppress(Lost):
+    with suppress(Lost, psutil.Error):
         columns["idle_cpu_percent"] = round(engine.cpu_percent(2.0), 1)
         answer = engine.ask("handoff")
         columns |= {"handoff_us": round(answer["us"], 2)} if "us" in answer else {"handoff_error": answer["error"]}
@@ -331,7 +333,10 @@ def main() -> None:
         else:
             run.attention = asked.attention
         for name in asked.group or ("none", "half", "alone"):
-            group(run, name)
+            try:
+                group(run, name)
+            except Exception:  # the other groups have their turn
+                run.row(bench="vllm_plugin", group=name, error=traceback.format_exc()[-700:])
 
 
 def group(run: Run, name: str) -> None:
