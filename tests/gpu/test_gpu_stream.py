@@ -249,7 +249,7 @@ def test_slots_in_any_order_are_as_few_copies_as_their_pieces_allow(nodes: tuple
 def test_only_experts_without_a_slot_on_the_gpu_are_looked_up(
     on_gpu: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is not in CPU memory answers with an error: for 358 of 512 experts that took 0.6 ms of each prompt."""
+    """Experts not in CPU memory answer with an error: for 358 of 512 experts that took 0.6 ms of each prompt."""
     each, asked = Layers(on_gpu, live=True).each[0], list[int]()
     layer = streamed_layer(each.cpu, each.gpu, DEVICE)
     assert layer is not None and each.cpu is not None
