@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #define TANDEM_INLINE inline __attribute__((always_inline))
+#define TANDEM_ALWAYS_INLINE __attribute__((always_inline))  // of a lambda
 
 namespace tandem {
 namespace {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "isa/avx2.h"
+#include "isa/int8_grids_avx2.h"
 
 namespace tandem {
 namespace {
@@ -22,6 +23,7 @@ struct Avx2Ints {
   };
   using X = __m256i;
   static constexpr int kRows = 3;
+  static constexpr int kBlockRows = 2;
   static constexpr int kPanels = 1;
   static constexpr int kByteOffset = 0;  // signed bytes
 
@@ -93,6 +95,35 @@ struct Avx2Ints {
     return {s.lo + small_products(w.a.lo, w.b.lo, a, b), s.hi + small_products(w.a.hi, w.b.hi, a, b)};
   }
 
+  TANDEM_INLINE static Sum signed_scales(const uint8_t* p) {
+    return {Eight(_mm256_cvtepi8_epi32(eight(p))), Eight(_mm256_cvtepi8_epi32(eight(p + 8)))};
+  }
+  TANDEM_INLINE static Sum low_nibbles(const uint8_t* p) { return {nibble(p), nibble(p + 8)}; }
+  template <int bit>
+  TANDEM_INLINE static Sum odd_scales(const uint8_t* p) {
+    return {odd<bit>(p), odd<bit>(p + 8)};
+  }
+  TANDEM_INLINE static Sum add_product(Sum s, Sum a, Sum b) {
+    return {s.lo + Eight(_mm256_mullo_epi32(__m256i(a.lo), __m256i(b.lo))),
+            s.hi + Eight(_mm256_mullo_epi32(__m256i(a.hi), __m256i(b.hi)))};
+  }
+  template <bool nibbles>
+  TANDEM_INLINE static Line shifts(const uint8_t* p) {
+    const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16));
+    const __m128i lo = _mm_unpacklo_epi8(a, b), hi = _mm_unpackhi_epi8(a, b);
+    if constexpr (nibbles)
+      return {_mm256_srli_epi16(_mm256_cvtepu8_epi16(lo), 4), _mm256_srli_epi16(_mm256_cvtepu8_epi16(hi), 4)};
+    return {_mm256_cvtepi8_epi16(lo), _mm256_cvtepi8_epi16(hi)};
+  }
+  TANDEM_INLINE static Sum dot_shifts(Sum s, const Line& two, X x) {
+    return {s.lo + Eight(_mm256_madd_epi16(two.lo, x)), s.hi + Eight(_mm256_madd_epi16(two.hi, x))};
+  }
+  using Grids = Avx2Grids;
+  TANDEM_INLINE static Isa::Vec row_floats(const Grids::Sum& s) {
+    return floats({Eight(Grids::columns(s, 0)), Eight(Grids::columns(s, 1))});
+  }
+
   TANDEM_INLINE static void store_codes(uint8_t* p, Isa::Vec q, bool split) {
     const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(q.lo), _mm256_cvtps_epi32(q.hi));  // by 128-bit halves
     const __m256i ordered = _mm256_permute4x64_epi64(words, 0xd8);
@@ -104,6 +135,16 @@ struct Avx2Ints {
  private:
   TANDEM_INLINE static __m256i load(const uint8_t* p) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  }
+  TANDEM_INLINE static __m128i eight(const uint8_t* p) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)); }
+  TANDEM_INLINE static Eight nibble(const uint8_t* p) {
+    return Eight(_mm256_and_si256(_mm256_cvtepu8_epi32(eight(p)), _mm256_set1_epi32(15)));
+  }
+  template <int bit>
+  TANDEM_INLINE static Eight odd(const uint8_t* p) {
+    const __m256i bytes = _mm256_cvtepu8_epi32(eight(p));
+    const __m256i twice = bit ? _mm256_srli_epi32(bytes, 3) : _mm256_slli_epi32(bytes, 1);
+    return Eight(_mm256_or_si256(_mm256_and_si256(twice, _mm256_set1_epi32(30)), _mm256_set1_epi32(1)));
   }
   TANDEM_INLINE static __m256i low4(__m256i a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
   template <int at>

@@ -16,6 +16,7 @@ struct Avx512Ints {
   };
   using X = __m512i;
   static constexpr int kRows = 8;
+  static constexpr int kBlockRows = 4;  // see micro/int8_blocks.h
   static constexpr int kPanels = 2;
   static constexpr int kByteOffset = 0;  // signed bytes
 
@@ -81,6 +82,32 @@ struct Avx512Ints {
     return s + Sum(four_at_once(words));
   }
 
+  // Integers that scale groups, of 16 columns.
+  TANDEM_INLINE static Sum signed_scales(const uint8_t* p) { return Sum(_mm512_cvtepi8_epi32(sixteen(p))); }
+  TANDEM_INLINE static Sum low_nibbles(const uint8_t* p) {
+    return Sum(_mm512_and_si512(_mm512_cvtepu8_epi32(sixteen(p)), _mm512_set1_epi32(15)));
+  }
+  template <int bit>
+  TANDEM_INLINE static Sum odd_scales(const uint8_t* p) {
+    const __m512i bytes = _mm512_cvtepu8_epi32(sixteen(p));
+    const __m512i twice = bit ? _mm512_srli_epi32(bytes, 3) : _mm512_slli_epi32(bytes, 1);
+    return Sum(_mm512_ternarylogic_epi32(_mm512_set1_epi32(30), twice, _mm512_set1_epi32(1), 0xea));  // a & b | c
+  }
+  TANDEM_INLINE static Sum add_product(Sum s, Sum a, Sum b) {
+    return s + Sum(_mm512_mullo_epi32(__m512i(a), __m512i(b)));
+  }
+  // Of two groups of 16 columns, pairs of words: signed bytes, or upper nibbles.
+  template <bool nibbles>
+  TANDEM_INLINE static Line shifts(const uint8_t* p) {
+    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    if constexpr (nibbles) return _mm512_permutexvar_epi16(order, _mm512_srli_epi16(_mm512_cvtepu8_epi16(bytes), 4));
+    return _mm512_permutexvar_epi16(order, _mm512_cvtepi8_epi16(bytes));
+  }
+  TANDEM_INLINE static Sum dot_shifts(Sum s, Line two, X x) { return s + Sum(_mm512_madd_epi16(two, x)); }
+  TANDEM_INLINE static Lines ordered_bytes(const uint8_t* p) { return bytes(p); }
+
   TANDEM_INLINE static void store_codes(uint8_t* p, Isa::Vec q, bool split) {
     const __m128i codes = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(q));
     const __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
@@ -88,6 +115,9 @@ struct Avx512Ints {
   }
 
  private:
+  TANDEM_INLINE static __m128i sixteen(const uint8_t* p) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  }
   // Two pairs of k, [2][16][2], as 4 bytes of every column.
   TANDEM_INLINE static Line joined(const uint8_t* p) {
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,

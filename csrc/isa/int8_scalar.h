@@ -23,7 +23,8 @@ struct ScalarInts {
   };
   static constexpr int kRows = 4;  // rows per pass
   static constexpr int kDigitRows = 4;
-  static constexpr int kPanels = 2;  // panels per pass
+  static constexpr int kBlockRows = 4;  // rows per pass, where 256 k share a scale
+  static constexpr int kPanels = 2;     // panels per pass
   static constexpr int kByteOffset = 128;
 
   TANDEM_INLINE static Sum start(int32_t value) { return {value + Isa::Signed{}}; }
@@ -110,6 +111,44 @@ struct ScalarInts {
     for (int i = 0; i < 64; ++i) s.v[i / 4] += w.a.v[i] * a.v[i % 4] + w.b.v[i] * b.v[i % 4];
     return s;
   }
+
+  // Integers that scale groups, of 16 columns: signed bytes, lower nibbles, 2 n + 1 of nibbles from `bit` on.
+  TANDEM_INLINE static Sum signed_scales(const uint8_t* p) {
+    Sum s;
+    for (int i = 0; i < 16; ++i) s.v[i] = int8_t(p[i]);
+    return s;
+  }
+  TANDEM_INLINE static Sum low_nibbles(const uint8_t* p) {
+    Sum s;
+    for (int i = 0; i < 16; ++i) s.v[i] = p[i] & 15;
+    return s;
+  }
+  template <int bit>
+  TANDEM_INLINE static Sum odd_scales(const uint8_t* p) {
+    Sum s;
+    for (int i = 0; i < 16; ++i) s.v[i] = 2 * (p[i] >> bit & 15) + 1;
+    return s;
+  }
+  TANDEM_INLINE static Sum add_product(Sum s, Sum a, Sum b) { return {s.v + a.v * b.v}; }
+  // Of two groups of 16 columns: signed bytes, or upper nibbles.
+  struct Shifts {
+    int8_t v[32];
+  };
+  template <bool nibbles>
+  TANDEM_INLINE static Shifts shifts(const uint8_t* p) {
+    Shifts s;
+    for (int i = 0; i < 32; ++i) s.v[i] = int8_t(nibbles ? p[i] >> 4 : p[i]);
+    return s;
+  }
+  // x: two words.
+  TANDEM_INLINE static Sum dot_shifts(Sum s, const Shifts& two, X x) {
+    int16_t of_x[2];
+    __builtin_memcpy(of_x, x.v, sizeof of_x);
+    for (int i = 0; i < 16; ++i) s.v[i] += two.v[i] * of_x[0] + two.v[16 + i] * of_x[1];
+    return s;
+  }
+  // As `bytes`, columns in a row.
+  TANDEM_INLINE static Lines ordered_bytes(const uint8_t* p) { return bytes(p); }
 
   // 16 integral values as signed bytes, two blocks of 8, each in kSplitOrder where `split`.
   TANDEM_INLINE static void store_codes(uint8_t* p, Isa::Vec q, bool split) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "isa/avx512_bf16.h"
+#include "isa/grid_bytes.h"
 #include "isa/int8_avx512.h"
 
 namespace tandem {
@@ -36,6 +37,13 @@ struct VnniInts : Avx512Ints {
   TANDEM_INLINE static Sum dot_bytes(Sum s, const Lines& w, X a, X b) { return dot_small(s, w, a, b); }
   TANDEM_INLINE static Sum dot_small(Sum s, const Lines& w, X a, X b) {
     return Sum(_mm512_dpbusd_epi32(_mm512_dpbusd_epi32(__m512i(s), w.a, a), w.b, b));
+  }
+
+  TANDEM_INLINE static Sum dot_shifts(Sum s, Line two, X x) { return Sum(_mm512_dpwssd_epi32(__m512i(s), two, x)); }
+  static constexpr bool kGridBytes = true;
+  template <Format kGrid, class Each>
+  TANDEM_INLINE static void grid_bytes(const uint8_t* blocks, Each each) {
+    each_grid_line<kGrid>(blocks, [&](int k, __m512i a, __m512i b) TANDEM_ALWAYS_INLINE { each(0, k, Lines{a, b}); });
   }
 
   TANDEM_INLINE static Sum joined(Sum high, Sum low) { return (high << 8) + low; }

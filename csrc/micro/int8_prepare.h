@@ -18,18 +18,27 @@ struct Int8Rounding {
   static void round_row(const IntegerRowArgs* a) {
     const Int8RowLayout layout = int8_row_layout(a->weights);
     const int64_t depth = a->weights.padded_depth;
-    for (int64_t g = 0; g < layout.groups; ++g) {
-      const int64_t first = g * layout.group, last = first + layout.group < depth ? first + layout.group : depth;
+    for (int64_t b = 0; b < layout.blocks; ++b) {
+      const int64_t first = b * layout.block, last = first + layout.block < depth ? first + layout.block : depth;
       const float scale = scale_of(*a, first, last);
       const float factor = scale * 127 > kSmallestMax && scale < __builtin_inff() ? 1 / scale : 0.0f;
-      const float sum = put_codes(*a, first, last, factor);
-      put(a->to + layout.scales + 4 * g, scale);
-      put(a->to + layout.starts + 4 * g, int32_t(-a->offset * int32_t(sum)));
-      put(a->to + layout.sums + 4 * g, sum);
+      put(a->to + layout.scales + 4 * b, scale);
+      for (int64_t g = first / layout.group; g * layout.group < last; ++g) round_group(*a, layout, g, factor);
     }
+    if (shares(layout) && layout.groups % 2) put(a->to + layout.sums + 2 * layout.groups, int16_t{0});
   }
 
  private:
+  static bool shares(const Int8RowLayout& layout) { return layout.block > layout.group; }
+  static void round_group(const IntegerRowArgs& a, const Int8RowLayout& layout, int64_t g, float factor) {
+    const int64_t depth = a.weights.padded_depth, first = g * layout.group;
+    const float sum = put_codes(a, first, first + layout.group < depth ? first + layout.group : depth, factor);
+    put(a.to + layout.starts + 4 * g, int32_t(-a.offset * int32_t(sum)));
+    if (shares(layout))
+      put(a.to + layout.sums + 2 * g, int16_t(sum));
+    else
+      put(a.to + layout.sums + 4 * g, sum);
+  }
   template <class T>
   TANDEM_INLINE static void put(uint8_t* p, T value) {
     __builtin_memcpy(p, &value, sizeof value);

@@ -6,6 +6,7 @@
 
 #include "format/int8_formats.h"
 #include "micro/dot_rows.h"
+#include "micro/int8_blocks.h"
 #include "micro/int8_prepare.h"
 
 namespace tandem {
@@ -208,7 +209,9 @@ class Int8Product {
 
 template <class Ints, template <class> class F>
 void int8_rows(const MatmulArgs* args) {
-  Int8Product<Ints, F>(args).run();
+  const Int8RowLayout layout = int8_row_layout(args->weights);
+  if (layout.block > layout.group) return int8_blocks<Ints, F>(args);
+  if constexpr (!is_grid(F<Ints>::kFormat)) Int8Product<Ints, F>(args).run();
 }
 
 template <class Ints, template <class> class F>
@@ -248,6 +251,7 @@ constexpr KernelTable int8_activations(Tier tier, int32_t below_rows = INT32_MAX
   table.tier = tier;
 #define TANDEM_INT8_KERNELS(name, F) table.int8[int(Format::name)] = int8_kernels<Ints, F>(below_rows);
   TANDEM_INT8_FORMATS(TANDEM_INT8_KERNELS)
+  TANDEM_INT8_GRID_FORMATS(TANDEM_INT8_KERNELS)
 #undef TANDEM_INT8_KERNELS
   table.round_row = Int8Rounding<Ints>::round_row;
   table.peak_int8 = int8_peak<Ints>;

@@ -68,9 +68,7 @@ CODES = {
     "nvfp4": ("nvfp4", 16),
 }
 FORMATS = (*NUMBERS, *CODES, *GGUF)
-NO_INTEGERS = (
-    "bf16", "f32", "fp8", "fp8-row", "mxfp8", "iq3_s", "iq3_xxs", "iq2_s", "iq2_xs", "iq2_xxs", "iq1_s",
-)  # fmt: skip
+NO_INTEGERS = ("bf16", "f32", "fp8", "fp8-row", "mxfp8")
 """No kernels with int8 activations."""
 
 

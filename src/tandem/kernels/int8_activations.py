@@ -1,7 +1,8 @@
 """Int8 activations in plain torch: the reference of the kernels, and the bound of their error.
 
-A row of activations is cut into groups along K, those of the weights (128 where an output row has one scale). A group
-is codes from -127 to 127 times one float32 scale, max |x| / 127: an activation is off by half a scale at most.
+A row of activations is cut into groups along K, those of the weights (128 where an output row has one scale). Where
+weights' scales are integers times a half that 256 k share (GGUF's K-quants, IQ4_XS and codebooks), these are a group. A
+group is codes from -127 to 127 times one float32 scale, max |x| / 127: an activation is off by half a scale at most.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ROW_SCALED_GROUP = 128  # of activations, where weights have one scale per output row
+SHARED_BLOCK = 256  # likewise, where weights' scales share halves
 
 
 def activation_group(weight_group: int) -> int:
