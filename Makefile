@@ -141,7 +141,7 @@ hooks: ## a commit's subject has at most 72 characters: checked by git from now 
 
 ext: ## build the C++ extension into src/tandem, for runs with PYTHONPATH=src
 	cmake -S . -B build/dev -DPython_EXECUTABLE=$$(command -v $(EXT_PYTHON)) $(CMAKE_ARGS)
-	cmake --build build/dev --parallel
+	cmake --build build/dev --parallel $$(nproc)
 
 stub: ## write src/tandem/_core.pyi anew from the extension that `make ext` built
 	PYTHONPATH=src $(EXT_PYTHON) -m nanobind.stubgen -q -m tandem._core -o src/tandem/_core.pyi
