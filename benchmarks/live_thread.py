@@ -1,18 +1,23 @@
 """Microseconds that live placement takes of the engine's thread in each step, before and after it; without a GPU.
 
-    PYTHONPATH=src python benchmarks/live_thread.py --routing zipf --cold
+    PYTHONPATH=src python benchmarks/live_thread.py --routing zipf --cold --out rows.json
 
 A trace is followed as in `benchmarks/placement.py`. Copies copy nothing and arrive at once; the driver's part is not
 counted. Pieces between answers are done when no clock runs. --window: microseconds that the GPU computes after the
 CPU's last answer. --cold: the caches are emptied before each call, as the experts of a step do.
+
+Columns are medians of some runs, in time of this thread. Of each run's steps the slowest 2 in 100 do not count: others
+use the machine.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
-from argparse import ArgumentParser
-from time import perf_counter
+import statistics
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from time import thread_time
 from typing import Any
 
 import numpy as np
@@ -22,6 +27,7 @@ from torch import Tensor
 from tandem import _core
 from tandem.bench.placement.trace_usage import TraceUsage
 from tandem.bench.placement.traces import ROUTINGS, TraceShape, generate
+from tandem.bench.rows import machine_name, stamp, write
 from tandem.experts.live.cost import READS_PER_EXCHANGE
 from tandem.experts.live.exchange import LiveExchange, LiveLayer
 from tandem.experts.live.live_experts import LiveExperts
@@ -31,10 +37,10 @@ from tandem.experts.residency import Residency
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.kernels.cpu import WorkerPool, Workspace
 from tandem.kernels.packed.experts import PackedExperts
+from tandem.machine.machine import Machine
 
 TOP_K, WIDTH, HIDDEN = 10, 32, 32
 EXPERT_BYTES = 3 * 2048 * 512 * 9 / 16  # qwen3-512e in int4: what the policy weighs
-READ_SECONDS = 15e-6
 
 
 class NoCopies:
@@ -97,7 +103,7 @@ class Steps:
             sides, Tables(), NoCopies(), int(allowed / EXPERT_BYTES), between_answers=self.works.append
         )
         self.usage = TraceUsage(ExpertUsage(layers, experts), trace, placement.gpu_experts)
-        self.live = LiveExperts(policy, exchange, self.usage, clock=perf_counter)
+        self.live = LiveExperts(policy, exchange, self.usage, clock=thread_time)
         self._tokens, self._window = len(trace), window
         self._evicted = np.zeros(48 << 20, np.uint8) if cold else None
         self.seconds: dict[str, list[float]] = {"beside_step": [], "after_step": []}
@@ -112,38 +118,35 @@ class Steps:
                     pass
             self.works.clear()
             self._evict()
-            self._end = perf_counter() + self._window
+            self._end = thread_time() + self._window
             self._timed("after_step", lambda: self.live.after_step(self._is_over))
-            self.over.append(max(0.0, perf_counter() - self._end))
+            self.over.append(max(0.0, thread_time() - self._end))
 
     def _is_over(self) -> bool:
-        return perf_counter() >= self._end
+        return thread_time() >= self._end
 
     def _timed(self, name: str, call: Any) -> None:
         if name == "beside_step":
             self._evict()
-        started = perf_counter()
+        started = thread_time()
         call()
-        self.seconds[name].append(perf_counter() - started)
+        self.seconds[name].append(thread_time() - started)
 
     def _evict(self) -> None:
         if self._evicted is not None:
             self._evicted += 1
 
 
-def row(steps: Steps) -> dict[str, Any]:
+def columns(steps: Steps) -> dict[str, Any]:
+    """waited_us: beyond the window; hidden_us: within. Means of steps."""
+    before, after = (np.array(steps.seconds[name]) for name in ("beside_step", "after_step"))
+    over = np.minimum(np.array(steps.over), after)
+    quiet = before + after <= np.percentile(before + after, 98)
+    means = {"beside_step_us": before, "after_step_us": after, "thread_us": before + after}
+    means |= {"waited_us": before + over, "hidden_us": after - over}
     times = steps.live.times()
-    named = {f"{name}_us": np.array(seconds) * 1e6 for name, seconds in steps.seconds.items()}
-    named["over_us"] = np.array(steps.over) * 1e6
-    columns: dict[str, Any] = {}
-    for name, values in named.items():
-        columns[name] = round(float(values.mean()), 2)
-        columns[f"{name}_median"] = round(float(np.median(values)), 2)
-        columns[f"{name}_p99"] = round(float(np.percentile(values, 99)), 2)
-    parts = {part: round(seconds * 1e6 / times.steps, 2) for part, seconds in times.parts.items()}
-    return columns | {
-        "thread_us": round(times.seconds * 1e6 / times.steps, 2), "thread_us_of": parts,
-        "waited_us": round(times.waited * 1e6 / times.steps, 2), "exchanges": times.exchanges,
+    return {name: float(values[quiet].mean()) * 1e6 for name, values in means.items()} | {
+        "put_off": getattr(times, "put_off", 0) / times.steps, "exchanges": times.exchanges,
     }  # fmt: skip
 
 
@@ -154,16 +157,29 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--experts", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=2000)
-    parser.add_argument("--window", type=float, default=100.0)
+    parser.add_argument("--window", type=float, default=100.0, help="microseconds")
     parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     torch.set_num_threads(1)
+    rows = []
     for routing in asked.routing:
         trace = generate(TraceShape(asked.tokens, asked.layers, asked.experts, TOP_K), ROUTINGS[routing], 11)
-        steps = Steps(trace, asked.experts, asked.share, asked.window * 1e-6, asked.cold)
-        with torch.inference_mode():
-            steps.run()
-        print(json.dumps({"routing": routing, "share": asked.share, "cold": asked.cold} | row(steps)), flush=True)
+        runs = [measured(asked, trace) for _ in range(asked.repeats)]
+        medians = {name: round(statistics.median(run[name] for run in runs), 2) for name in runs[0]}
+        named = {name: getattr(asked, name) for name in ("layers", "experts", "share", "tokens", "window", "cold")}
+        rows.append({"bench": "live_thread", "routing": routing} | named | medians)
+        print(json.dumps(rows[-1]), flush=True)
+    if asked.out is not None:
+        write([row | stamp(machine_name(Machine.detect(), 1)) for row in rows], asked.out)
+
+
+def measured(asked: Namespace, trace: Tensor) -> dict[str, Any]:
+    steps = Steps(trace, asked.experts, asked.share, asked.window * 1e-6, asked.cold)
+    with torch.inference_mode():
+        steps.run()
+    return columns(steps)
 
 
 if __name__ == "__main__":

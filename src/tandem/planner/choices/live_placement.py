@@ -48,6 +48,8 @@ def _why_still(request: MemoryRequest, gpu_experts: int, drafts_there: bool) -> 
         return "experts are used where the checkpoint has them"
     if request.model.shard.ranks > 1:
         return "ranks would have to move experts in the same step"
+    if request.config.pipeline_parallel_size > 1:
+        return "experts do not move between stages' memories yet"
     if ram_needed(request, gpu_experts, drafts_there, live=True) > ram_budget(request):
         return "CPU memory has no room for a spare place in each layer"
     return ""
