@@ -63,6 +63,7 @@ def answered(server: ServerProcess) -> list[int]:
 def test_ranks_that_were_chosen_answer_as_one_and_come_back(serve: Serve, expected: list[int]) -> None:
     with serve(CHOOSES) as server:
         assert answered(server) == expected
+        assert server.info()["tensor_parallel_size"] == server.info()["plan"]["ranks"] == 2
         before = processes_of_ranks(server)
         said = server.log.read_text()
         assert "parallelism              --tp 2            a stand-in's choice" in said

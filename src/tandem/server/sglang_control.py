@@ -175,11 +175,15 @@ def _server_info(state: ServerState) -> dict[str, Any]:
     }
     if state.config.otlp_traces_endpoint is not None:
         flags["otlp_traces_endpoint"] = shown_endpoint(state.config.otlp_traces_endpoint)
+    plan = state.engine.plan
+    stages = 0 if plan.gpu is None else len(plan.gpu.stages)
     return flags | {
+        "tensor_parallel_size": plan.ranks,
+        "pipeline_parallel_size": max(1, stages),
         "version": tandem.__version__,
         "model_path": state.engine.model_path,
         "served_model_name": state.model_name,
-        "plan": state.engine.plan,
+        "plan": plan,
         "stats": state.client.stats,
         "open_answers": state.client.open_answers,
         "engine_restarts": state.restarts(),
