@@ -73,14 +73,14 @@ def made(path, kind: type[ListeningExperts] | None = None) -> tuple[Model, list[
 
 def logits(model: Model, rows: int = ROWS, *, chunk: bool = False) -> Tensor:
     """chunk: of one sequence, as a token and guesses behind it are; else each of its own."""
-    states = allocate(model.config.state_layout("bfloat16", PAGE), ROWS).arrays
+    states = allocate(model.config.state_layout("bfloat16", PAGE), ROWS, slots=1 + ROWS).arrays
     each, alone = torch.arange(rows), torch.zeros(rows, dtype=torch.int64)
     batch = ForwardBatch(
         input_ids=each * 31 % VOCAB, positions=each if chunk else alone, cache_slots=each if chunk else each * PAGE,
         query_starts=torch.tensor([0, rows] if chunk else range(rows + 1), dtype=torch.int32),
         seq_lens=torch.tensor([rows] if chunk else [1] * rows, dtype=torch.int32),
         block_tables=torch.arange(1 if chunk else rows, dtype=torch.int32)[:, None], logits_rows=each,
-        slots=torch.zeros(1 if chunk else rows, dtype=torch.int32),
+        slots=1 + torch.arange(1 if chunk else rows, dtype=torch.int32),
     )  # fmt: skip
     with torch.inference_mode():
         return model.forward(batch, states).clone()
@@ -130,6 +130,15 @@ def test_groups_of_experts_are_asked(tiny_models, variant) -> None:
     model, heard = made(tiny_models[variant], ListeningExperts)
     assert torch.equal(logits(model), logits(made(tiny_models[variant])[0]))
     assert [what for what, _ in heard] == ["asked", "hinted", "waited", "asked", "waited"]
+
+
+@pytest.mark.parametrize("variant", ["kimi_linear", "bailing_hybrid", "glm5_next", "qwen4_exp"])
+def test_layers_with_streams_and_memories_are_asked(tiny_models, variant) -> None:
+    model, heard = made(tiny_models[variant], ListeningExperts)
+    assert torch.equal(logits(model), logits(made(tiny_models[variant])[0]))
+    top_k = model.config.moe.router.top_k
+    hinted = [ids for what, ids in heard if what == "hinted"]
+    assert hinted and all(ids.shape == (ROWS, top_k) for ids in hinted)
 
 
 @pytest.mark.parametrize("variant", ["qwen2_moe", "qwen2_moe-window"])

@@ -31,7 +31,8 @@ def answered(llm: LLM) -> list[list[int]]:
 
 VARIANTS = {
     "glm4_moe": {}, "qwen3_next": {}, "mixtral-window": {}, "deepseek_v4-every": {}, "deepseek_v3-plain": {},
-    "olmoe": {}, "qwen2_moe": {"max_total_tokens": 128, "max_running_requests": 4},
+    "olmoe": {}, "bailing_hybrid-plain": {}, "glm5_next-pools": {}, "qwen4_exp": {},
+    "qwen2_moe": {"max_total_tokens": 128, "max_running_requests": 4},
 }  # fmt: skip
 
 
@@ -49,7 +50,10 @@ def test_answers_are_those_of_one_rank(tiny_models, tmp_path, variant) -> None:
 REPEATED = [[*range(40, 52)] * 3, [7, 8, 9] * 8, [60, 61] * 12]
 
 
-@pytest.mark.parametrize("variant", ["glm4_moe", "qwen3_next", "mixtral-window", "deepseek_v4-every"])
+@pytest.mark.parametrize("variant", [
+    "glm4_moe", "qwen3_next", "mixtral-window", "deepseek_v4-every", "bailing_hybrid-plain",
+    "glm5_next-pools", "qwen4_exp",
+])  # fmt: skip
 def test_drafts_of_n_grams_are_computed_by_all_ranks(tiny_models, tmp_path, variant) -> None:
     """Wrong ones are dropped on all alike: later tokens are those without drafts."""
     path, drafts = str(tiny_models[variant]), {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}
