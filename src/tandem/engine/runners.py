@@ -49,8 +49,8 @@ def store_of(parts: EngineParts, pages: KVCache, slots: SlotMemory) -> StateStor
 def pace_of(parts: EngineParts) -> PrefillPace:
     """Where all experts travel in a step, others wait for it if it is short enough."""
     seconds, most = parts.stream_seconds, parts.plan.max_step_tokens
-    one_rank = parts.handoff is None and parts.leader is None
-    pieces = parts.model.depth if one_rank and isinstance(parts.model, PausingModel) else 1
+    on_cpu = parts.handoff is None
+    pieces = parts.model.depth if on_cpu and isinstance(parts.model, PausingModel) else 1
     whole = seconds is not None and seconds <= MOST_SHARED_SECONDS
     gpu = parts.plan.gpu  # with a ring, and without `seconds`, the CPU has a part in prompts
     rows = 0 if gpu is None or gpu.streams_experts else max(gpu.sizes.prompt_sizes, default=0)
