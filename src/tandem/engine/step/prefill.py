@@ -201,7 +201,8 @@ class HostPlace:
 
 
 class GpuPlace:
-    """A stream of low priority: a piece returns sooner, unless experts in CPU memory have a part in it."""
+    """A stream of low priority, or the only one, where pieces take turns with steps. A piece returns sooner, unless
+    experts in CPU memory have a part in it."""
 
     overlaps = True
 
