@@ -105,7 +105,7 @@ def _gpu_runner(make: Any, parts: EngineParts, states: list[tuple[Tensor, ...]])
         no_decodes=parts.replays_without_decodes,
         splits=parts.split_prompts, each_row=plan.deterministic, speculative=plan.draft_tokens > 0,
         reserved_sms=plan.gpu.reserved_sms, one_stream=parts.group is not None or bool(parts.stages),
-        turns=parts.group is not None, images_from=_images_from(parts),
+        turns=_takes_turns(parts), images_from=_images_from(parts),
     )  # fmt: skip
     runner: GpuRunner = make(
         parts.model, states, parts.handoff, graphs, StepShape(plan.page_size, plan.max_step_tokens),
