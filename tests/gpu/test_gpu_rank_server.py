@@ -62,6 +62,23 @@ def test_a_prompt_of_several_chunks_is_answered(server) -> None:
     assert answer.status_code == 200 and len(answer.json()["output_ids"]) == 4
 
 
+def test_prompts_take_turns_with_a_reader(server, tiny_models) -> None:
+    """In pieces between its steps, in the same order on both ranks: else sums would be of different rows."""
+    server.wait_until_ready()
+    prompts = [[(5 + 3 * at + i) % 90 for at in range(100)] for i in range(4)]
+    sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+    with ThreadPoolExecutor(8) as several:
+        reader = several.submit(asked, server, 100)
+        bodies = [{"input_ids": each, "sampling_params": sampling, "return_logprob": True} for each in prompts]
+        posts = [several.submit(httpx.post, f"{server.url}/generate", json=b, timeout=PATIENCE) for b in bodies]
+        answers, read = [each.result().json() for each in posts], reader.result().json()
+    assert len(read["output_ids"]) == 100
+    got = torch.tensor([[each[0] for each in one["meta_info"]["output_token_logprobs"]] for one in answers])
+    texts = [prompt + one["output_ids"] for prompt, one in zip(prompts, answers, strict=True)]
+    exact, theirs = (logprobs(tiny_models["qwen3_moe-gpu"], dtype, texts, 8) for dtype in ("float32", "bfloat16"))
+    assert rms(got, exact) < 2 * rms(theirs, exact)
+
+
 def test_a_draft_layer_drafts_on_all_ranks(tiny_models, tmp_path, monkeypatch) -> None:
     """Drafts of random weights: few come, and answers are as probable as without."""
     monkeypatch.setenv("TANDEM_RANKS_SHARE_GPU", "1")

@@ -9,6 +9,7 @@ import pytest
 
 from fake_model import greedy_reference, request, run, token_ids
 from replayed_graphs import replayed_engine
+from tandem.engine.pace import PrefillPace
 from tandem.engine.step.path import Path
 from tandem.errors import EngineError, RankLost
 
@@ -20,9 +21,14 @@ class NotedLeader:
 
     def __init__(self) -> None:
         self.steps: list[tuple[int, bool, int | None]] = []
+        self.events: list[str] = []
 
-    def step(self, chunks: Any, warms: bool = False, streams: bool = False, committed: int | None = None) -> None:
-        self.steps.append((sum(chunk.length for chunk in chunks), warms, committed))
+    def step(
+        self, chunks: Any, warms: bool = False, streams: bool = False, committed: int | None = None, task: str = ""
+    ) -> None:
+        self.events.append(task or "step")
+        if task in ("", "begins"):
+            self.steps.append((sum(chunk.length for chunk in chunks), warms, committed))
 
     def close(self) -> None: ...
 
@@ -50,7 +56,9 @@ def test_every_step_is_told_with_what_the_last_one_settled(monkeypatch) -> None:
     assert leader.steps == [(3, False, None), (1, False, 3), (1, False, 1)]
 
 
-def test_no_prompt_is_computed_beside_steps_and_no_step_shrinks(monkeypatch, caplog) -> None:
+def test_a_prompt_takes_turns_with_steps_and_no_step_shrinks(monkeypatch, caplog) -> None:
+    """On one stream, and told piece by piece: sums of all ranks have one order."""
+    monkeypatch.setattr(PrefillPace, "slice_seconds", lambda *_: 0.0)
     leader = NotedLeader()
     engine, _ = replayed_engine(monkeypatch, prompts=(), shared_tokens=8, leader=leader, group=FailingGroup())
     with caplog.at_level(logging.DEBUG, "tandem.engine.step.path"):
@@ -60,7 +68,9 @@ def test_no_prompt_is_computed_beside_steps_and_no_step_shrinks(monkeypatch, cap
         answers = run(engine)
     assert token_ids(answers["b", 0]) == greedy_reference(LONG, 2)
     text = " ".join(record.message for record in caplog.records if record.name == "tandem.engine.step.path")
-    assert not any(path.value in text for path in (Path.BACKGROUND, Path.BACKGROUND_GRAPH, Path.EAGER_SHRINKING))
+    assert not any(path.value in text for path in (Path.BACKGROUND_GRAPH, Path.EAGER_SHRINKING))
+    assert "step piece step piece" in " ".join(leader.events) and engine._runner._streams.steps is None
+    assert 0 < leader.events.count("begins") == leader.events.count("ends")
     assert sum(rows for rows, _, _ in leader.steps) == 3 + 8 + len(LONG) + 1
 
 

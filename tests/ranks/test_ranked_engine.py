@@ -7,6 +7,7 @@ import pytest
 
 from ranked_engine import ranked_engine
 from tandem import LLM, SamplingParams
+from tandem.engine.pace import PrefillPace
 from tandem.engine.protocol import Grammar
 from tandem.engine.ranks.messages import StepList
 from tandem.errors import ConfigError
@@ -37,7 +38,8 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_answers_are_those_of_one_rank(tiny_models, tmp_path, variant) -> None:
+def test_answers_are_those_of_one_rank(tiny_models, tmp_path, variant, monkeypatch) -> None:
+    monkeypatch.setattr(PrefillPace, "slice_seconds", lambda *_: 1e9)  # preemptions do not depend on timing then
     path, flags = str(tiny_models[variant]), FLAGS | VARIANTS[variant]
     alone = LLM(path, **flags)
     with ranked_engine(EngineConfig.from_keywords(path, tp=2, **flags), tmp_path) as (engine, _):

@@ -119,8 +119,8 @@ class GpuRunner:
         self._rows, self._best = HostRows(handoff.device), BestRows(shape.max_tokens, handoff.device)
         self._end = StepEnd(handoff.device)
         self._graphs = GraphPool()
-        overlaps = self._start is not None and self._start.pausable()
-        overlaps = overlaps and not graphs.drafting and not graphs.one_stream
+        pauses = self._start is not None and self._start.pausable() and not graphs.drafting
+        overlaps, self._takes_turns = pauses and not graphs.one_stream, pauses and graphs.turns
         self._streams = Streams(handoff.device, overlaps, graphs.reserved_sms if graphs.prompts else 0)
         self._launcher = LaunchThread(partial(_on, self._device)) if overlaps else None
         self._streams.enter()
@@ -310,7 +310,7 @@ class GpuRunner:
         steps change. The batch is in host memory, and stays as it is. graph: of it, if nothing is replayed beside it;
         split: the CPU has a part in that."""
         start = self._start
-        if start is None or self._streams.steps is None or not isinstance(self._model, PausingModel):
+        if start is None or not (self._streams.steps or self._takes_turns) or not isinstance(self._model, PausingModel):
             return None
         choice = background_path_of(batch, self._graphs) if graph is None else None
         reserve_sms = choice is not None and choice.prefill is not None

@@ -49,13 +49,19 @@ def store_of(parts: EngineParts, pages: KVCache, slots: SlotMemory) -> StateStor
 def pace_of(parts: EngineParts) -> PrefillPace:
     """Where all experts travel in a step, others wait for it if it is short enough."""
     seconds, most = parts.stream_seconds, parts.plan.max_step_tokens
-    one_rank = parts.handoff is None and parts.leader is None
-    pieces = parts.model.depth if one_rank and isinstance(parts.model, PausingModel) else 1
+    pieces = parts.model.depth if _takes_turns(parts) and isinstance(parts.model, PausingModel) else 1
     whole = seconds is not None and seconds <= MOST_SHARED_SECONDS
     gpu = parts.plan.gpu  # with a ring, and without `seconds`, the CPU has a part in prompts
     rows = 0 if gpu is None or gpu.streams_experts else max(gpu.sizes.prompt_sizes, default=0)
     shared, pipelined = (0, 1) if gpu is None else (gpu.sizes.shared_tokens, gpu.pipelined_chunks)
     return PrefillPace(most, seconds is not None, whole, pieces, rows, shared, pipelined)
+
+
+def _takes_turns(parts: EngineParts) -> bool:
+    """Whether pieces of a prompt and steps are computed one after the other."""
+    if parts.handoff is None:
+        return True
+    return parts.group is not None and parts.begin_step is not None and parts.begin_step.pausable()
 
 
 def runner_of(parts: EngineParts, states: list[tuple[Tensor, ...]]) -> CpuRunner | GpuRunner:
@@ -99,7 +105,7 @@ def _gpu_runner(make: Any, parts: EngineParts, states: list[tuple[Tensor, ...]])
         no_decodes=parts.replays_without_decodes,
         splits=parts.split_prompts, each_row=plan.deterministic, speculative=plan.draft_tokens > 0,
         reserved_sms=plan.gpu.reserved_sms, one_stream=parts.group is not None or bool(parts.stages),
-        images_from=_images_from(parts),
+        turns=_takes_turns(parts), images_from=_images_from(parts),
     )  # fmt: skip
     runner: GpuRunner = make(
         parts.model, states, parts.handoff, graphs, StepShape(plan.page_size, plan.max_step_tokens),

@@ -310,7 +310,7 @@ def test_chunks_have_a_graphs_rows_only_where_a_device_computes_them_alone() -> 
                 sizes=SimpleNamespace(prompt_sizes=(512, 2048), shared_tokens=0),
             ),
         )
-        parts = SimpleNamespace(plan=plan, stream_seconds=None, model=None, handoff=object())
+        parts = SimpleNamespace(plan=plan, stream_seconds=None, model=None, handoff=object(), group=None)
         assert pace_of(cast(Any, parts)).step_tokens(1) == tokens
 
 

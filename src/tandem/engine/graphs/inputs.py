@@ -24,7 +24,8 @@ class GraphPlan:
     nobody decodes; splits: rows of such chunks in which the CPU has a part, where that pays; each_row: every row is a
     sequence of its own, so that its bits are those of one that decodes; drafting: a draft layer runs between steps, so
     no pass does; reserved_sms: multiprocessors that tasks leave to steps; one_stream: no task runs beside steps;
-    images_from: as of `BatchArrays`; 0: all rows turn by their positions."""
+    turns: there its pieces and steps take turns, in an order that all ranks have; images_from: as of `BatchArrays`; 0:
+    all rows turn by their positions."""
 
     sizes: tuple[int, ...]
     pages: int
@@ -39,6 +40,7 @@ class GraphPlan:
     drafting: bool = False
     reserved_sms: int = 0
     one_stream: bool = False
+    turns: bool = False
     images_from: int = 0
 
     @property

@@ -13,6 +13,7 @@ from tandem.engine.runners import runner_of, states_of
 from tandem.engine.sequence import Chunk
 from tandem.engine.speculation.from_plan import rollouts_of
 from tandem.engine.start.parts import EngineParts
+from tandem.engine.step.prefill import PrefillTask, TaskEvent
 from tandem.engine.step.step import Step
 
 
@@ -26,6 +27,7 @@ class Follower:
         self._runner, self._group = runner_of(parts, self._states.arrays), parts.group
         self._rollouts = rollouts_of(parts, self._states) if plan.drafts else None
         self._warm = _nothing_to_warm if plan.gpu is None else _warming(self._runner, parts)
+        self._task: PrefillTask | None = None
         self._mirror = Mirror(-(-plan.context_length // plan.page_size))
 
     def step(self, step: StepList) -> None:
@@ -45,10 +47,22 @@ class Follower:
 
     def _run(self, step: StepList) -> None:
         chunks = cast(list[Chunk], self._mirror.chunks(step))  # as far as a batch asks
-        if step.warms:
+        if step.task is not None:
+            self._pause(step.task, chunks)
+        elif step.warms:
             self._warm(chunks, step.streams)
         else:
             self._runner.start(Step(tuple(chunks))).result()  # the first rank chooses tokens
+
+    def _pause(self, event: TaskEvent, chunks: list[Chunk]) -> None:
+        """The first rank's task could pause, and so can this one."""
+        if event == "begins":
+            self._task = self._runner.pause(chunks)
+        assert self._task is not None, "no task has begun"
+        if event == "piece":
+            self._task.piece()
+        if event == "ends":
+            self._task.drop()
 
 
 def _nothing_to_warm(chunks: Rows[Chunk], streams: bool) -> None: ...

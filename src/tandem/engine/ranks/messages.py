@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from tandem.engine.step.prefill import TaskEvent
 from tandem.flags.engine_config import EngineConfig
 from tandem.planner.plan import Plan
 
@@ -43,7 +44,8 @@ class StepList(msgspec.Struct, frozen=True, array_like=True):
     """Copies of slots, from and to, then a step. ended: sequences that no later list names. warms: it loads GPU kernels
     before the start, through one layer of each kind; streams: whose experts travel. committed: tokens that the rows of
     the step before were, once wrong drafts were dropped; None: nobody says so. widths: how many drafts are made of each
-    run that guesses, where these are rows of the draft layer; None: of the model."""
+    run that guesses, where these are rows of the draft layer; None: of the model. task: what becomes of a prefill that
+    is computed in pieces between steps; these are the rows of one that begins; None: it is no matter of one."""
 
     number: int
     rows: list[SentRows]
@@ -53,3 +55,4 @@ class StepList(msgspec.Struct, frozen=True, array_like=True):
     streams: bool = False
     committed: int | None = None
     widths: list[int] | None = None
+    task: TaskEvent | None = None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tandem.engine.cpu_runner import CpuRunner
@@ -11,6 +12,7 @@ from tandem.engine.gpu_runner import GpuRunner
 from tandem.engine.ranks.leader import Leader
 from tandem.engine.sampling.logits import DeviceLogits
 from tandem.engine.sequence import Chunk
+from tandem.engine.step.prefill import PrefillTask, TaskEvent
 from tandem.engine.step.step import Running, Step, StepOutput
 from tandem.errors import RanksApart
 
@@ -19,8 +21,7 @@ if TYPE_CHECKING:
 
 
 class Leading:
-    """Common to both runners of a first rank. Passes do not pause: what runs between two pieces would meet what the
-    others run."""
+    """Common to both runners of a first rank. What all ranks run has one order: that in which they are told."""
 
     def __init__(self, leader: Leader, group: GpuGroup | None, *arguments: Any, **named: Any) -> None:
         self._leader, self._group, self._under_way = leader, group, False
@@ -50,8 +51,23 @@ class Leading:
             self._group.check()
         self._under_way = False
 
-    def pause(self, chunks: list[Chunk]) -> None:
-        return None
+    def pause(self, chunks: list[Chunk]) -> PrefillTask | None:
+        """As `Executor.pause`; the others are told of each piece, too."""
+        task: PrefillTask | None = super().pause(chunks)  # type: ignore[misc]
+        if task is not None:
+            with self._telling("begins", chunks):
+                task.around = self._telling
+        return task
+
+    @contextmanager
+    def _telling(self, event: TaskEvent, chunks: Rows[Chunk] = ()) -> Iterator[None]:
+        """Around what this rank does of it. A step may be under way meanwhile."""
+        before, self._under_way = self._under_way, True
+        self._leader.step(chunks, task=event)
+        yield
+        if self._group is not None:
+            self._group.check()
+        self._under_way = before
 
     def after_failure(self) -> None:
         """Raises RanksApart where ranks may stand in different places of a step."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.kernels.ops import ExpertCounts
 from tandem.models.batch import ForwardBatch
 from tandem.models.passing import ForwardState
+
+TaskEvent = Literal["begins", "piece", "ends"]
 
 PIECES_AHEAD = 4  # that a device has to do while a step runs: fewer would leave it idle, more delay the step
 
@@ -199,7 +201,8 @@ class HostPlace:
 
 
 class GpuPlace:
-    """A stream of low priority: a piece returns sooner, unless experts in CPU memory have a part in it."""
+    """A stream of low priority, or the only one, where pieces take turns with steps. A piece returns sooner, unless
+    experts in CPU memory have a part in it."""
 
     overlaps = True
 
@@ -227,12 +230,19 @@ class GpuPlace:
         return DeviceLogits(logits, best, self._rows)
 
 
+def _nobody_else(event: TaskEvent) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 class PrefillTask:
-    """Pieces are layers, and the logits at the end. Of a task whose place overlaps, a piece is only given."""
+    """Pieces are layers, and the logits at the end. Of a task whose place overlaps, a piece is only given.
+
+    around: the context of a piece and of the end; other ranks are told there."""
 
     def __init__(self, pieces: PrefillPieces, place: PrefillPlace, launcher: LaunchThread | None = None) -> None:
         """launcher: gives the pieces; None: whoever asks to go on does."""
         self._pieces, self._place, self._launcher, self._next = pieces, place, launcher, 0
+        self.around: Callable[[TaskEvent], AbstractContextManager[None]] = _nobody_else
         if launcher is not None:
             launcher.start(self)
 
@@ -244,7 +254,7 @@ class PrefillTask:
         return self._pieces.count - self._next
 
     def piece(self) -> None:
-        with torch.inference_mode(), self._place.entered():
+        with self.around("piece"), torch.inference_mode(), self._place.entered():
             self._pieces.give(self._next)
             self._place.in_flight.mark()
         self._next += 1
@@ -284,7 +294,8 @@ class PrefillTask:
         """No piece follows. Waits as `PrefillPlace.leave`."""
         if self._launcher is not None:
             self._launcher.stop()
-        self._place.leave()
+        with self.around("ends"):
+            self._place.leave()
 
 
 def host_task(model: PausingModel, states: States, batch: ForwardBatch, usage: ExpertUsage | None) -> PrefillTask:

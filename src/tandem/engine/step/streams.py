@@ -37,6 +37,7 @@ class Streams:
 
     def __init__(self, device: torch.device, overlap: bool, reserved_sms: int = 0) -> None:
         """reserved_sms: multiprocessors that tasks leave to steps."""
+        self._device = device
         self.steps: torch.cuda.Stream | None = None
         self._others = self._tasks = self.steps
         self._reserved_sms = reserved_sms
@@ -75,7 +76,10 @@ class Streams:
         return products_leave(self._reserved_sms if reserve_sms else 0)
 
     def finish(self) -> None:
-        """Waits for what was computed aside."""
+        """Waits for what was computed aside; of only one stream for all: images of the next task would be written while
+        the last one's are read."""
+        if self.steps is None and self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
         for stream in (self._others, self._tasks):
             if stream is not None:
                 stream.synchronize()

@@ -36,6 +36,10 @@ def _decisions(plan: Plan, model: ModelConfig, used: list[Gpu]) -> Iterator[Deci
     nbytes = model.hidden * (2 if plan.dtype == "bfloat16" else 4)
     lane = lane_of("" if plan.gpu is None else plan.gpu.name, plan.ranks, PCIE_GBPS)
     yield Decision("sums of ranks", lane.way, f"{lane.text(nbytes)}, of one token; the start finds the fastest way")
+    if plan.gpu is not None:
+        pieces = "chunks" if plan.drafts else "layers"
+        why = "beside steps, or in graphs beside them, sums would pair in another order on each rank"
+        yield Decision("prompts", f"{pieces} between steps", why)
 
 
 def _idle(plan: Plan, machine: Machine, used: list[Gpu]) -> Iterator[str]:
