@@ -82,8 +82,8 @@ void make_decision(BoundDecision* self, nb::handle counts, nb::handle seen, nb::
   new (self) BoundDecision(arrays);
 }
 
-void begin_decision(BoundDecision& self, nb::handle now, float keep, float least_gain, float least_lead, float least_hot,
-                    float luck) {
+void begin_decision(BoundDecision& self, nb::handle now, float keep, float least_gain, float least_lead,
+                    float least_hot, float luck) {
   const auto& [layers, experts] = self.shape();
   const Element kind = self.is_long() ? Element::i64 : Element::i32;
   self.now = view_of(now, "now", {kind}, {layers, experts});
@@ -166,7 +166,7 @@ void bind_live(nb::module_& m) {
       .def("troubles", &troubles_of, "(index, what became of it, keeps its stage, ends its layer, why) of each.")
       .def_prop_ro("bytes_given", &ExchangeTurn::bytes_given);
   nb::class_<BoundDecision, Meanwhile>(m, "UseDecision",
-                                     "Decisions of a virtual placement, a layer at a time, see use_decision.h.")
+                                       "Decisions of a virtual placement, a layer at a time, see use_decision.h.")
       .def("__init__", &make_decision, nb::arg("counts"), nb::arg("seen"), nb::arg("better"), nb::arg("may"),
            nb::arg("slot_of"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
            nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), "All [layers, experts], changed in place.")
@@ -186,9 +186,10 @@ void bind_live(nb::module_& m) {
   m.def("add_uses", &add_uses_to, nb::arg("counts"), nb::arg("now"), nb::arg("seen").none(), nb::arg("better"),
         nb::arg("keep"),
         "counts = counts * keep + now - seen, seen = now; returns the sum of what was added * better.");
-  m.def("pick_towards", &pick, nb::arg("scores"), nb::arg("away"), nb::arg("goal").none(), nb::arg("idle"),
-        nb::arg("slot_of"), nb::arg("rules"), nb::arg("room"),
-        "(layer, slot, leaving, coming) of each, see csrc/experts/live/use_counts.h. rules: least gain, lead and score.");
+  m.def(
+      "pick_towards", &pick, nb::arg("scores"), nb::arg("away"), nb::arg("goal").none(), nb::arg("idle"),
+      nb::arg("slot_of"), nb::arg("rules"), nb::arg("room"),
+      "(layer, slot, leaving, coming) of each, see csrc/experts/live/use_counts.h. rules: least gain, lead and score.");
   m.def("note_exchanges", &note, nb::arg("made"), nb::arg("slot_of"), nb::arg("better"), nb::arg("may"));
   m.def("copy_async", &copy_async, nb::arg("copy"), nb::arg("source"), nb::arg("target"), nb::arg("bytes"),
         nb::arg("stream"), "Calls CUDA's cuMemcpyAsync at the address `copy`; 0, or its error.");
