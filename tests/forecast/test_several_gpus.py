@@ -29,6 +29,7 @@ from tandem.spec.shard import RankShard
         ("NVIDIA H200", 2, 14336, 2.3), ("H200", 2, 65536, 2.5), ("H200", 2, 32 << 20, 128),  # as measured
         ("H200", 4, 14336, 3.6),
         ("4090", 2, 14336, 7.8), ("4090", 4, 14336, 19.5), ("4090", 8, 14336, 42.9),  # estimates
+        ("NVIDIA H100 PCIe", 2, 14336, 7.8), ("NVIDIA A100-PCIE-40GB", 4, 14336, 19.5),  # no NVLink, or by pairs
         ("NVIDIA GeForce RTX 4090", 3, 14336, 19.5), ("a GPU of 24 GiB", 2, 14336, 7.8), ("", 2, 14336, 5),
     ],
 )  # fmt: skip

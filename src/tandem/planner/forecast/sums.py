@@ -26,7 +26,7 @@ MAPPED = (
 )  # fmt: skip
 SHARED = ((2, 0.5e-6), (14336, 5.0e-6), (65536, 22e-6), (1 << 20, 342e-6), (16 << 20, 7.7e-3))
 
-LINKED = ("a10040", "a100", "h100", "h200", "b200")  # sold with NVLink, mostly
+LINKED = ("a10040", "a100", "h100", "h200", "b200")  # sold with NVLink, but for cards with "PCIe" in their names
 OLDER_BUS = 2.0  # times as long: PCIe 4 beside 5
 MORE_PEERS = {2: 1.0, 4: 1.57, 8: 2.7}  # times as long as with two; eight: in proportion to what each receives
 MORE_MAPPED = {2: 1.0, 4: 2.5, 8: 5.5}
@@ -54,7 +54,7 @@ def lane_of(gpu: str, ranks: int, pcie_gbps: float) -> SumLane:
     if not gpu:
         return SumLane("shm", "shared memory", ranks > 2, lambda nbytes: ranks / 2 * _between(SHARED, nbytes))
     share = 2 * (ranks - 1) / ranks  # of a long message, that each sends and receives
-    if gpu_model(gpu) in [GPU_MODELS[name] for name in LINKED]:
+    if _is_linked(gpu):
         more = _of_ranks(MORE_PEERS, ranks)
         return SumLane("peer", "NVLink", ranks not in MEASURED_RANKS, lambda nbytes: more * _between(PEERS, nbytes))
     more = _of_ranks(MORE_MAPPED, ranks) * OLDER_BUS
@@ -63,6 +63,11 @@ def lane_of(gpu: str, ranks: int, pcie_gbps: float) -> SumLane:
         return max(more * _between(MAPPED, nbytes), share * nbytes / pcie_gbps / 1e9)
 
     return SumLane("host", "mapped CPU memory", True, mapped)
+
+
+def _is_linked(gpu: str) -> bool:
+    """Whether all GPUs of this name are linked by NVLink, where several are in a host."""
+    return "pcie" not in gpu.lower() and gpu_model(gpu) in [GPU_MODELS[name] for name in LINKED]
 
 
 def _of_ranks(times: dict[int, float], ranks: int) -> float:
