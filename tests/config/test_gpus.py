@@ -17,6 +17,7 @@ from tandem.engine.start.gpu_device import grow_segments, planned_device
 from tandem.errors import ConfigError
 from tandem.machine.gpus import Gpu, detect_gpus, parse_nvidia_smi, usable_gpus
 from tandem.machine.machine import Machine
+from tandem.server.engine_errors import start_failed
 
 GIB = 1 << 30
 ANSWER = """\
@@ -158,8 +159,9 @@ def test_an_allocator_that_the_user_set_stays(allocator: list[str], monkeypatch:
 
 
 def test_a_gpu_that_pytorch_does_not_see(cuda: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="PyTorch does not see RTX 4090 .*CUDA_VISIBLE_DEVICES=GPU-cc"):
+    with pytest.raises(ConfigError, match="PyTorch does not see RTX 4090 .*CUDA_VISIBLE_DEVICES=GPU-cc") as unseen:
         planned_device(replace(PLAN, uuid="GPU-cc"))
+    assert start_failed(unseen.value).of_gpus  # another choice of GPUs may start
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="PyTorch cannot use RTX 4090: check its driver"):
         planned_device(PLAN)

@@ -18,6 +18,7 @@ from tandem.errors import ConfigError, EngineError, RequestError
 from tandem.flags.engine_config import EngineConfig
 from tandem.server import supervisor
 from tandem.server.engine_client import EngineClient
+from tandem.server.messages import StartFailed, WayChosen
 from tandem.server.metrics import ServerMetrics
 from tandem.server.supervisor import EngineSupervisor
 
@@ -233,3 +234,25 @@ def test_a_first_start_without_a_process_says_why(monkeypatch: pytest.MonkeyPatc
             await asyncio.wait_for(boss.run(), 60)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("of_gpus", "why"),
+    [(True, "^it does not fit; --pp 2 was chosen and did not start: no GPU 1$"), (False, "^no GPU 1$")],
+)
+def test_a_chosen_way_is_left_unless_another_flag_was_refused(monkeypatch, of_gpus: bool, why: str):
+    """The last error keeps the reason of ways that were left: with one GPU a model may not fit at all."""
+    boss = EngineSupervisor(EngineConfig(model="m"), EngineClient(ServerMetrics()), lambda ready: None)
+    starts = iter([
+        (WayChosen(ranks=1, stages=2, flag="--pp 2"), StartFailed(message="no GPU 1", refused=True, of_gpus=of_gpus)),
+        (None, StartFailed(message="it does not fit", refused=True)),
+    ])  # fmt: skip
+
+    async def fails() -> supervisor._EngineLife:
+        boss._way, error = next(starts)
+        boss._start_failed, boss._start_error = error, error.message
+        return supervisor._EngineLife.NEVER_READY
+
+    monkeypatch.setattr(boss, "_one_life", fails)
+    with pytest.raises(ConfigError, match=why):
+        asyncio.run(boss.run())

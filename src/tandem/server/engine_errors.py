@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from tandem.errors import CheckpointError, ConfigError, EngineError, RankLost, TandemError, typed
+from tandem.flags.ways import FIELDS
 from tandem.server.messages import StartFailed
+
+GPU_FIELDS = {"device", *FIELDS}
 
 
 def describe(error: BaseException) -> str:
@@ -24,8 +27,13 @@ def why_not_started(error: BaseException) -> str:
 
 def start_failed(error: BaseException) -> StartFailed:
     lost = lost_rank(error) if isinstance(error, EngineError) else None
-    refused, of_files = isinstance(error, ConfigError), isinstance(error, CheckpointError)
-    return StartFailed(message=why_not_started(lost or error), refused=refused, of_files=of_files)
+    fields = error.fields if isinstance(error, ConfigError) else ()
+    return StartFailed(
+        message=why_not_started(lost or error),
+        refused=isinstance(error, ConfigError),
+        of_files=isinstance(error, CheckpointError),
+        of_gpus=not GPU_FIELDS.isdisjoint(fields),
+    )
 
 
 def lost_rank(error: EngineError) -> RankLost | None:

@@ -65,11 +65,13 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 
 class StartFailed(msgspec.Struct, frozen=True, kw_only=True, tag="start_failed"):
     """The engine could not be built; the process exits with code 1 after this. refused: what was asked cannot be
-    met. of_files: what is wrong is with the model's files, whatever GPUs there are."""
+    met. of_files: what is wrong is with the model's files, whatever GPUs there are. of_gpus: what cannot be met is the
+    choice of GPUs."""
 
     message: str
     refused: bool = False
     of_files: bool = False
+    of_gpus: bool = False
 
 
 class EngineEnds(msgspec.Struct, frozen=True, kw_only=True, tag="ends"):

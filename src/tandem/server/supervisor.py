@@ -80,7 +80,7 @@ class EngineSupervisor:
         self._start_failed: StartFailed | None = None
         self._loaded = self._was_killed = False
         self._way: WayChosen | None = None  # of this engine process; None: flags say it
-        self._failed_ways: list[str] = []
+        self._failed_ways: dict[str, str] = {}  # flags of those that were chosen, and why they did not start
 
     @property
     def engine_pid(self) -> int | None:
@@ -107,7 +107,7 @@ class EngineSupervisor:
                 attempts = START_ATTEMPTS if lives else FIRST_ATTEMPTS if self._was_killed else 1
                 if failed_starts >= attempts:
                     rejected = self._start_failed is not None and self._start_failed.refused and lives == 0
-                    raise (ConfigError if rejected else EngineError)(self._start_error)
+                    raise (ConfigError if rejected else EngineError)(self._why_not_started())
                 if failed_starts:
                     when = "again" if lives else "and is started once more"
                     log.error("the engine could not be started %s: %s", when, self._start_error)
@@ -118,21 +118,28 @@ class EngineSupervisor:
             self._context.destroy(linger=0)
 
     def _leaves_way(self) -> bool:
-        """Whether the engine is to start otherwise: it did not where it has chosen to use several GPUs, and no flag or
-        file was the reason."""
+        """Whether the engine is to start otherwise: it did not where it has chosen to use several GPUs, and no other
+        flag or file was the reason."""
         way, error = self._way, self._start_failed
-        if way is None or way.ranks * way.stages == 1 or (error is not None and (error.refused or error.of_files)):
+        if way is None or way.ranks * way.stages == 1:
             return False
-        self._failed_ways.append(way.flag)
+        if error is not None and (error.of_files or (error.refused and not error.of_gpus)):
+            return False
+        self._failed_ways[way.flag] = self._start_error
         log.warning("%s was chosen and did not start: %s; starting without it", way.flag, self._start_error)
         return True
+
+    def _why_not_started(self) -> str:
+        """The reason of the last start, and of those over several GPUs before it."""
+        ways = (f"{flag} was chosen and did not start: {why}" for flag, why in self._failed_ways.items())
+        return "; ".join((self._start_error, *ways))
 
     def _keep_way(self) -> None:
         """Later starts do as the one that was ready."""
         if self._way is not None:
             ranks, stages = self._way.ranks, self._way.stages
             config = dataclasses.replace(self._config, tensor_parallel_size=ranks, pipeline_parallel_size=stages)
-            self._config = on_one_gpu(config)
+            self._config, self._failed_ways = on_one_gpu(config), {}
 
     async def stop(self) -> None:
         """Let `run` end: the engine is asked to exit, and killed if it does not."""
@@ -210,7 +217,7 @@ class EngineSupervisor:
         self._loaded = self._was_killed = False
         self._client.sleep.starts()
         config = dataclasses.replace(self._config, api_key=None)  # the engine asks nobody for it
-        failed = self._failed_ways
+        failed = list(self._failed_ways)
         self._send(StartEngine(config=config, loader=self._loader, ranks=ranks.endpoint, failed=failed))
         listening = asyncio.create_task(self._listen(socket, endpoint, ranks))
         watching = asyncio.create_task(self._watch(process))

@@ -20,7 +20,7 @@ from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.ranks.meeting import Meeting
 from tandem.planner.plan import Plan
 
-MEET_SECONDS = 60.0  # the others were started with this process
+MEET_SECONDS = 60.0  # the others were started with this process, or when it chose ranks
 _FILE = ".ranks"  # beside the socket
 
 

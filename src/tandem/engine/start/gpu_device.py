@@ -12,6 +12,8 @@ from tandem.planner.gpu_plan import GpuPlan
 
 _log = logging.getLogger(__name__)
 
+DEVICE = ("device",)
+
 
 def planned_device(gpu: GpuPlan) -> torch.device:
     """By its UUID; from here on it is this thread's current device, which is where Triton launches kernels.
@@ -21,7 +23,9 @@ def planned_device(gpu: GpuPlan) -> torch.device:
     number_gpus_by_slot()  # before CUDA starts: else it puts the fastest first, and numbers mean other GPUs
     keep_kernels_where_possible()
     if not torch.cuda.is_available():
-        raise ConfigError(f"PyTorch cannot use {gpu.name}: check its driver, or take --device cpu")
+        raise ConfigError(
+            f"PyTorch cannot use {gpu.name}: check its driver, or take --device cpu", fields=DEVICE
+        )
     for index in range(torch.cuda.device_count()):
         if not gpu.uuid or _uuid(index) == gpu.uuid.lower():
             torch.cuda.set_device(index)
@@ -29,7 +33,8 @@ def planned_device(gpu: GpuPlan) -> torch.device:
             return torch.device("cuda", index)
     raise ConfigError(
         f"PyTorch does not see {gpu.name} ({gpu.uuid}), which the plan is for: set CUDA_DEVICE_ORDER=PCI_BUS_ID, or "
-        f"CUDA_VISIBLE_DEVICES={gpu.uuid}"
+        f"CUDA_VISIBLE_DEVICES={gpu.uuid}",
+        fields=DEVICE,
     )
 
 
