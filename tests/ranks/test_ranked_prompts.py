@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import msgspec
 import pytest
 
@@ -11,6 +13,7 @@ from ranked_engine import RankThread, ranked_engine
 from tandem.engine.engine import Engine
 from tandem.engine.pace import PrefillPace
 from tandem.engine.ranks.messages import StepList
+from tandem.engine.step.prefill import PrefillTask
 from tandem.errors import RanksApart
 from tandem.flags.engine_config import EngineConfig
 from tandem.machine.machine import Machine
@@ -86,6 +89,14 @@ def test_a_prompt_that_is_aborted_in_its_middle_ends_on_all_ranks(tiny_models, t
     assert not other.failed
     events = [step.task for step in told(other) if step.task]
     assert events.count("begins") == events.count("ends")
+
+
+def test_no_rank_keeps_the_rows_of_a_prompt_that_has_ended(tiny_models, tmp_path) -> None:
+    with ranked_engine(config_of(tiny_models["glm4_moe"], tp=2), tmp_path) as (engine, (other,)):
+        answered(engine)
+        assert "ends" in [step.task for step in told(other)]
+        gc.collect()
+        assert not [each for each in gc.get_objects() if type(each) is PrefillTask]
 
 
 def test_a_piece_that_fails_ends_the_engine(tiny_models, tmp_path, monkeypatch) -> None:

@@ -63,6 +63,7 @@ class Follower:
             self._task.piece()
         if event == "ends":
             self._task.drop()
+            self._task = None  # with what its rows were on the way: the next one's plan has no room for both
 
 
 def _nothing_to_warm(chunks: Rows[Chunk], streams: bool) -> None: ...
