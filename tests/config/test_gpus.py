@@ -152,10 +152,16 @@ def test_segments_that_a_driver_cannot_grow(allocator: list[str], monkeypatch: p
     assert allocator == ["expandable_segments:True", "expandable_segments:False"]
 
 
-def test_an_allocator_that_the_user_set_stays(allocator: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
+@pytest.mark.parametrize(("wished", "settings"), [
+    ("max_split_size_mb:512", ["max_split_size_mb:512,expandable_segments:True"]),
+    ("expandable_segments:False", []), ("backend:cudaMallocAsync", []),
+])  # fmt: skip
+def test_what_the_user_set_of_the_allocator_stays(
+    wished: str, settings: list[str], allocator: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", wished)
     grow_segments(torch.device("cpu"))
-    assert allocator == []
+    assert allocator == settings
 
 
 def test_a_gpu_that_pytorch_does_not_see(cuda: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

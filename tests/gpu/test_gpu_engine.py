@@ -62,8 +62,8 @@ def test_experts_that_move_at_every_step_do_not_change_the_logits(
     assert rms(ours, exact) < allowed
     both_sides = int((before.any(1) & ~before.all(1)).sum())
     steps = (1 + DECODED) * (1 if together else ROWS)
-    # Decided after one step, made beside the next, or, where that has no time for it, after it or the one after that.
-    assert session.usage.swaps >= both_sides * (steps // 3 - 1)
+    # Parts of an exchange are put off while a step has no time for them, so it takes some steps.
+    assert session.usage.swaps >= both_sides * max(1, steps // 16)
     assert torch.equal(session.usage.gpu_experts.sum(1), before.sum(1))
     for layer, experts in session.side.store.layers.items():
         if experts.sides is not None:

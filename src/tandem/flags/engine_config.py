@@ -252,7 +252,7 @@ class EngineConfig:
 
     # --- several GPUs and hosts
     tensor_parallel_size: int = flag(
-        1, "Processes that share the model, each on a GPU of its own; not given: the plan chooses.", group=HOSTS,
+        1, "GPUs that share the model, a process each; default: the plan chooses.", group=HOSTS,
         aliases=["--tp", "--tp-size"], minimum=1,
     )  # fmt: skip
     pipeline_parallel_size: int = flag(

@@ -21,6 +21,7 @@ from tandem.planner.forecast.machine_spec import MachineWish, wished_speeds
 from tandem.planner.forecast.prediction import SUMS, WIDTH, WORTH, Case, Prediction, Range, predict
 from tandem.planner.forecast.speeds import ASSUMED
 from tandem.planner.forecast.sums import lane_of
+from tandem.planner.notices import HOW_FAST
 from tandem.planner.plan import Plan
 from tandem.planner.ranks.ranked import gpu_of_rank
 from tandem.planner.resolve import resolve
@@ -76,6 +77,7 @@ def way_of(config: EngineConfig) -> Way:
 
 
 ONE_GPU = Way()
+ONE_GPU_TEXT = "one GPU"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,9 @@ class WayChoice:
         """The plan, which begins with the choice."""
         if self.decision is None:
             return plan
-        return replace(plan, decisions=(self.decision, *plan.decisions), notices=(*self.notices, *plan.notices))
+        weighed = self.decision.value == ONE_GPU_TEXT  # so nothing is advised that it spoke against
+        notices = (each for each in plan.notices if not (weighed and each.endswith(HOW_FAST)))
+        return replace(plan, decisions=(self.decision, *plan.decisions), notices=(*self.notices, *notices))
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +265,8 @@ def _has_all(plan: Plan, model: ModelConfig) -> bool:
 
 def _taken(question: WayQuestion, best: WayPlan, why: str) -> WayChoice:
     numbers = ", ".join(str(gpu.number) for gpu in best.way.used(question.machine))
-    decision = Decision("parallelism", best.way.flag, f"GPUs {numbers}: {why}; --tp 1 takes one GPU")
+    turns = "; a prompt and running answers take turns" if best.way.stages > 1 else ""
+    decision = Decision("parallelism", best.way.flag, f"GPUs {numbers}: {why}{turns}; --tp 1 takes one GPU")
     return WayChoice(best.way.config(question.config), decision)
 
 
@@ -289,7 +294,7 @@ def _one(question: WayQuestion, one: WayPlan, ways: list[WayPlan], failed: Colle
         taken = f"it is taken from {least:.2f} times on, if nothing is slower"
         why = f"forecast with {next_best.way.flag}: {next_best.gains(one).text()}; {taken}"
     tried = f"{' and '.join(failed)} did not start; " if failed else ""
-    decision = Decision("parallelism", "one GPU", tried + why)
+    decision = Decision("parallelism", ONE_GPU_TEXT, tried + why)
     return WayChoice(ONE_GPU.config(question.config), decision, tuple(_forgone(question, one, failed)))
 
 

@@ -13,6 +13,7 @@ from draft_models import Drafted, chunks_of, drafted, engine_of
 from fake_model import check_pages, request, run, token_ids
 from gpu import needs_cuda
 from kernel_cases import INVARIANT_TIER
+from sessions import skip_where_outdated
 from tandem.engine.engine import Engine
 from tandem.engine.speculation.gpu_rollout import GpuRollouts
 from tandem.engine.start.loader import load_parts
@@ -34,6 +35,7 @@ def made(tiny_models, tmp_path_factory):
         if variant not in kept:
             block = variant == "dspark"
             source, make_one = tiny_models["deepseek_v4" if block else variant], block_drafted if block else drafted
+            skip_where_outdated(source, torch.float32)
             kept[variant] = make_one(source, folder / variant)
         return kept[variant]
 

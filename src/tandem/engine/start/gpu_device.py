@@ -39,18 +39,19 @@ def planned_device(gpu: GpuPlan) -> torch.device:
 
 
 def grow_segments(device: torch.device) -> None:
-    """PyTorch's allocator lets its segments grow in place, unless the environment says how it shall allocate.
+    """PyTorch's allocator lets its segments grow in place, unless the environment decides that.
 
     A segment of fixed size is lost to every larger block: 0.94 of 12 GB were, which a plan cannot count.
     """
-    if allocator_settings():
+    wished = allocator_settings()
+    if "expandable_segments" in wished or "backend" in wished:
         return
-    _set_allocator("expandable_segments:True")
+    _set_allocator(",".join(filter(None, (wished, "expandable_segments:True"))))
     try:
         torch.empty(1, device=device)
     except RuntimeError as error:  # drivers without virtual memory management, as of some virtual machines
         _log.info("segments of GPU memory do not grow: %s", error)
-        _set_allocator("expandable_segments:False")
+        _set_allocator(",".join(filter(None, (wished, "expandable_segments:False"))))
 
 
 def _set_allocator(settings: str) -> None:
