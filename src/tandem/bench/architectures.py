@@ -175,7 +175,7 @@ CONFIGS = {
         "num_experts_per_tok": 8, "num_shared_experts": 1, "moe_intermediate_size": 768, "intermediate_size": 6144,
         "first_k_dense_replace": 2, "n_group": 8, "topk_group": 4, "norm_topk_prob": True,
         "routed_scaling_factor": 2.5, "vocab_size": 157184, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
-        "rope_theta": 6e6,
+        "rope_theta": 6e6, "num_nextn_predict_layers": 1,
     },
     "glm-5.3-flash": {
         "model_type": "glm5_next", "hidden_size": 4096, "num_hidden_layers": 45, "num_attention_heads": 64,
@@ -187,6 +187,7 @@ CONFIGS = {
         "intermediate_size": 12288, "first_k_dense_replace": 3, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
         "routed_scaling_factor": 2.5, "swiglu_limit": 10.0, "hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6,
         "vocab_size": 154880, "max_position_embeddings": 1048576, "rms_norm_eps": 1e-5,
+        "num_nextn_predict_layers": 1,
     },
     "qwen3.8-flash-next": {
         "model_type": "qwen4_exp", "hidden_size": 2560, "num_hidden_layers": 48, "num_attention_heads": 24,
@@ -197,7 +198,8 @@ CONFIGS = {
         "indexer_head_dim": 128, "indexer_budget": 2048, "indexer_compress_ratio": 4, "full_attention_interval": 4,
         "ple_layer_ids": [2], "ple_embed_dim": 2560, "ple_conv_kernel_size": 4, "ngram_size": 3, "heads_per_ngram": 8,
         "ngram_vocab_size_base": 20_000_000, "make_ngram_vocab_size_divisible_by": 128, "eos_token_id": 248044,
-        "vocab_size": 248320, "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "rope_parameters": {
+        "vocab_size": 248320, "max_position_embeddings": 262144, "rms_norm_eps": 1e-6,
+        "mtp_num_hidden_layers": 1, "rope_parameters": {
             "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
             "mrope_section": [11, 11, 10], "mrope_interleaved": True,
         },

@@ -67,7 +67,8 @@ class SyntheticCheckpoint:
         return "gate_up_proj" not in module and re.search(r"\.experts\.[a-z]|\.moe\.[a-z]", module) is None
 
     def __contains__(self, name: str) -> bool:
-        return self.has_matrix(name)
+        """Who asks for weights of streams is a draft layer that must have none of its own."""
+        return self.has_matrix(name) and not name.endswith("_hc.fn")
 
     def get(self, name: str, shape: tuple[int, ...], *, whole: bool = False) -> Tensor:
         if whole and (hashes := HASHES.get(name.rpartition(".")[2])) is not None:
