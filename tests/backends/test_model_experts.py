@@ -82,6 +82,17 @@ def test_packed_experts_are_kept_for_the_next_start(tiny_models: TinyModels, tmp
     assert torch.equal(*results)
 
 
+def test_each_rank_keeps_its_part(tiny_models: TinyModels, tmp_path: Path) -> None:
+    """In a file of its own, whose numbers are that rank's."""
+    path, results = tiny_models["qwen3_moe"], list[Tensor]()
+    for rank in (0, 1, 0, 1):
+        experts = opened(path, Host(RankShard(rank, 2)), packed_cache=str(tmp_path))
+        results.append(torch.stack([experts.layer(at)(*batch(experts)) for at in experts.config.moe_layers]))
+    assert len(list(tmp_path.glob("*.packed"))) == 2
+    assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3])
+    assert not torch.equal(results[0], results[1])
+
+
 def test_only_some_layers_may_be_asked_for(tiny_models: TinyModels, tmp_path: Path) -> None:
     """Pipeline ranks have some: the packed file is complete when theirs are."""
     opened(tiny_models["qwen3_moe"], Host(loads=frozenset({1})), packed_cache=str(tmp_path)).layer(1)

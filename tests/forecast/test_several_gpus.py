@@ -187,3 +187,17 @@ def test_attention_is_not_repeated_and_why(flag) -> None:
     assert attention / token == pytest.approx(162_000, rel=0.02)
     _, refused = EngineConfig.possible(["demo", *flag.split()])
     assert any("162,000 tokens in flight" in each for each in refused)
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "pieces"),
+    [
+        ("qwen3-30b-a3b", {}, "layers"),
+        ("qwen3-30b-a3b", {"attention_backend": "flashinfer"}, "chunks"),
+        ("glm-4.5-air", {"speculative_algorithm": "NEXTN"}, "chunks"),
+        ("qwen3-next-80b", {}, "chunks"),
+    ],
+)
+def test_the_plan_says_what_of_prompts_comes_between_steps(name, flags, pieces) -> None:
+    plan = question(name, "2xh200", tensor_parallel_size=2, kt_method="INT4", **flags).plan()
+    assert decision(plan, "prompts").value == f"{pieces} between steps"

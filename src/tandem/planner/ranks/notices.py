@@ -37,7 +37,8 @@ def _decisions(plan: Plan, model: ModelConfig, used: list[Gpu]) -> Iterator[Deci
     lane = lane_of("" if plan.gpu is None else plan.gpu.name, plan.ranks, PCIE_GBPS)
     yield Decision("sums of ranks", lane.way, f"{lane.text(nbytes)}, of one token; the start finds the fastest way")
     if plan.gpu is not None:
-        pieces = "chunks" if plan.drafts else "layers"
+        whole = plan.drafts or plan.num_slots > 0 or plan.gpu.attention == "flashinfer"  # as `Engine` pauses on a GPU
+        pieces = "chunks" if whole else "layers"
         why = "beside steps, or in graphs beside them, sums would pair in another order on each rank"
         yield Decision("prompts", f"{pieces} between steps", why)
 
