@@ -77,6 +77,7 @@ struct Int4Format {
 
 template <class Isa>
 struct Uint4Format : Int4Format<Isa> {
+  static constexpr bool kShifted = true;  // nearly always: something is added after scaling
   TANDEM_INLINE static auto decode(const uint8_t* block, int index) { return Isa::decode_uint4(block, index); }
   static constexpr auto halves_range() { return Isa::kUint4Range; }
   TANDEM_INLINE static auto halves(const uint8_t* block, int index) { return Isa::halves_uint4(block, index); }
@@ -102,6 +103,7 @@ struct Nl4Format : Int4Format<Isa> {
 
 template <class Isa>
 struct Uint2Format : Int4Format<Isa> {
+  static constexpr bool kShifted = true;
   static constexpr int kPairBytes = 8;
   static constexpr int kPairsPerBlock = 8;
   TANDEM_INLINE static auto decode(const uint8_t* block, int index) { return Isa::decode_uint2(block, index); }

@@ -18,13 +18,13 @@
 namespace tandem {
 namespace {
 
-// Calls each(p, k, lines) for 32 k of as many panels as are multiplied at once.
-template <class Codes, class Each>
+// Calls each(p, k, lines) for 32 k of P panels.
+template <class Codes, int P, class Each>
 TANDEM_INLINE void eight_by_eight(const uint8_t* first, int64_t second, Each each) {
 #pragma GCC unroll 4
   for (int b = 0; b < 4; ++b)
-#pragma GCC unroll 2
-    for (int p = 0; p < Codes::kAtOnce; ++p) each(p, int(kInt8Block) * b, Codes::decode(first + p * second, b));
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) each(p, int(kInt8Block) * b, Codes::decode(first + p * second, b));
 }
 
 template <class Ints>
@@ -157,11 +157,11 @@ struct Iq3SBytes : CodebookBytes<Ints, Format::iq3_s> {};
 template <class Ints>
 struct Iq1Bytes : CodebookBytes<Ints, Format::iq1> {};
 
-// Calls each(p, k, lines) for 32 k of the panels that a format multiplies at once, `second` bytes apart.
-template <class Ints, class Codes, class Each>
+// Calls each(p, k, lines) for 32 k of P panels, `second` bytes apart; of codebooks one.
+template <class Ints, class Codes, int P, class Each>
 TANDEM_INLINE void each_eight(const uint8_t* first, int64_t second, Each each) {
   if constexpr (!is_grid(Codes::kFormat)) {
-    eight_by_eight<Codes>(first, second, each);
+    eight_by_eight<Codes, P>(first, second, each);
   } else if constexpr (requires { Ints::kGridBytes; }) {
     Ints::template grid_bytes<Codes::kFormat>(first, each);
   } else {  // by way of int8's layout

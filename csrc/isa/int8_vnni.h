@@ -40,6 +40,7 @@ struct VnniInts : Avx512Ints {
   }
 
   TANDEM_INLINE static Sum dot_shifts(Sum s, Line two, X x) { return Sum(_mm512_dpwssd_epi32(__m512i(s), two, x)); }
+  static constexpr bool kAsksAhead = false;  // see micro/block.h
   static constexpr bool kGridBytes = true;
   template <Format kGrid, class Each>
   TANDEM_INLINE static void grid_bytes(const uint8_t* blocks, Each each) {

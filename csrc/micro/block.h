@@ -9,11 +9,17 @@
 namespace tandem {
 namespace {
 
+// Whether P panels are asked for by hand. Hardware follows four streams better alone, but not those of shifts beside
+// them (docs/lab/kernel-choices.md).
+template <class Format, int P>
+constexpr bool kAsksAhead = P == 2 || requires { Format::kShifted; };
+
 // Where the lines of P panels come from: decoded from the payload in registers, or unpacked before.
 template <class Isa, class Format, int P = 2>
 struct PayloadSource {
   using Lane = typename Format::Lane;
   static constexpr int kPanels = P;
+  static constexpr bool kAsks = kAsksAhead<Format, P>;
   static constexpr bool kStreamed = true;
   static constexpr int kPairsPerStep = pairs_at_once<Format>();
   static constexpr int kLinesPerStep = Lane::kLinesPerPair * kPairsPerStep;
@@ -26,7 +32,7 @@ struct PayloadSource {
 
   TANDEM_INLINE auto decode(int p, int64_t step, int index) const {
     const uint8_t* block = panel[p] + step * kStepBytes;  // `step` begins a block
-    if (index == 0)
+    if (kAsks && index == 0)
       for (int i = 0; i < kStepBytes * Format::kPairsPerBlock; i += kCacheLine) Isa::prefetch(block + i + ahead);
     if constexpr (kPairsPerStep > 1)
       return Format::decode_some(block);
@@ -41,6 +47,7 @@ struct ScratchSource {
   using Lane = L;
   static constexpr int kPanels = P;
   static constexpr bool kStreamed = false;  // it is in cache
+  static constexpr bool kAsks = false;
   struct Step {
     typename Lane::Line line[1];
   };
@@ -270,7 +277,7 @@ void block(const Source& source, int64_t source_first, const uint8_t* const* x, 
     const int64_t group = pair / pairs_per_group, begin = pair - source_first;
     clear<Isa, R, kPanels>(sums);
     accumulate<Isa, Source, R>(source, rows, begin, begin + pairs_per_group, sums);
-    if constexpr (Source::kStreamed)
+    if constexpr (Source::kAsks)
       for (int p = 0; p < kPanels; ++p) Isa::prefetch(scales[p / 2].of_group(p % 2, group) + scales->ahead);
     if (scales->shifts[0])
       add_scaled<Isa, Source, true, R, kPanels>(sums, scales, group, totals);

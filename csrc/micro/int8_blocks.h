@@ -56,6 +56,15 @@ struct TotalsOf<Ints, true> {
   using Type = typename Ints::Grids::Sum;
 };
 
+// Whether weights are asked for by hand: see kAsksAhead.
+template <class Ints>
+constexpr bool asks_ahead() {
+  if constexpr (requires { Ints::kAsksAhead; })
+    return Ints::kAsksAhead;
+  else
+    return true;
+}
+
 template <class Ints, template <class> class F, ScaleType kType>
 class Int8Blocks {
   using Isa = typename Ints::Isa;
@@ -65,6 +74,8 @@ class Int8Blocks {
   using Sum = typename Ints::Sum;
   static constexpr bool kByRows = HasGridRows<Ints> && is_grid(Codes::kFormat);
   static constexpr int kPanels = Codes::kAtOnce, kMostRows = Ints::kBlockRows;
+  static constexpr int kWide = kPanels == 2 ? 4 : kPanels;  // of one row, where panels lie in a row
+  static constexpr bool kAsks = kPanels == 1 || asks_ahead<Ints>();
   static constexpr int kGroups = Scaling::kGroups;
   static constexpr int kUnit = 32, kUnits = int(kSharedBlock) / kUnit;  // k whose codes are decoded together
   static constexpr int64_t kUnitBytes = kUnit / kInt8Block * Codes::kBlockBytes, kPayload = kUnits * kUnitBytes;
@@ -78,7 +89,10 @@ class Int8Blocks {
     const int64_t slice = most < 1 ? 1 : most;
     for (int64_t first = 0; first < layout_.blocks; first += slice) {
       const int64_t last = first + slice < layout_.blocks ? first + slice : layout_.blocks;
-      for (int p = 0; p < args_.pairs; ++p) run_pair(p, first, last);
+      int p = 0;
+      if (kWide > kPanels && args_.rows == 1 && args_.weights.pair_bytes == 2 * args_.weights.second)
+        for (; p + kWide / 2 <= args_.pairs; p += kWide / 2) run_pair<kWide>(p, first, last);
+      for (; p < args_.pairs; ++p) run_pair<kPanels>(p, first, last);
     }
   }
 
@@ -88,37 +102,42 @@ class Int8Blocks {
     int64_t ahead, scales_ahead;  // bytes to what is prefetched
   };
 
+  // One or two pairs of panels, P panels at once.
+  template <int P>
   void run_pair(int p, int64_t first, int64_t last) {
+    constexpr int kPairs = P == 4 ? 2 : 1;
     const WeightView& w = args_.weights;
     const PairOfPanels panels = pair_of_panels(w, args_.first_pair + p);
-    const uint8_t* following = panels.payload[0] + 2 * w.panel_bytes;
-    const uint8_t* next = p + 1 < args_.pairs || !args_.next_panel ? following : args_.next_panel;
+    const uint8_t* following = panels.payload[0] + kPairs * w.pair_bytes;
+    const uint8_t* next = p + kPairs < args_.pairs || !args_.next_panel ? following : args_.next_panel;
     const PrefetchAt at = prefetch_at(layout_.blocks, kPayload, Scaling::kTableBytes, next - panels.payload[0]);
     const int64_t turn = at.turn < first ? first : at.turn > last ? last : at.turn;
     for (int r = 0; r < args_.rows; r += step_) {
       const int rows = args_.rows - r < step_ ? args_.rows - r : step_;
       float* y = args_.y + r * args_.y_stride + kPairColumns * p;
-      some_rows<kMostRows>(rows, panels, r, {first, turn, at.payload[0], at.scales[0]}, y);
-      some_rows<kMostRows>(rows, panels, r, {turn, last, at.payload[1], at.scales[1]}, y);
+      constexpr int kMost = P == 4 ? 1 : kMostRows;
+      some_rows<kMost, P>(rows, panels, r, {first, turn, at.payload[0], at.scales[0]}, y);
+      some_rows<kMost, P>(rows, panels, r, {turn, last, at.payload[1], at.scales[1]}, y);
     }
   }
 
-  template <int kMost>
+  template <int kMost, int P>
   TANDEM_INLINE void some_rows(int rows, const PairOfPanels& panels, int r, const Stretch& stretch, float* y) {
     if constexpr (kMost > 1) {
-      if (rows < kMost) return some_rows<kMost - 1>(rows, panels, r, stretch, y);
+      if (rows < kMost) return some_rows<kMost - 1, P>(rows, panels, r, stretch, y);
     }
-    for (int q = 0; q < 2; q += kPanels)
-      blocks<kMost>(panels.payload[q], panels.scales.panel[q], panels.scales.shifts[q], r, stretch, y + kPanelRows * q);
+    for (int q = 0; q < 2; q += P)
+      blocks<kMost, P>(panels.payload[q], panels.scales.panel[q], panels.scales.shifts[q], r, stretch,
+                       y + kPanelRows * q);
   }
 
-  template <int R>
+  template <int R, int P>
   struct Sums {
-    Sum v[R][kPanels];
+    Sum v[R][P];
   };
-  template <int R>
+  template <int R, int P>
   struct Totals {  // over groups
-    typename TotalsOf<Ints, kByRows>::Type v[R][kPanels];
+    typename TotalsOf<Ints, kByRows>::Type v[R][P];
   };
 
   template <class T>
@@ -128,8 +147,8 @@ class Int8Blocks {
     return value;
   }
 
-  // Of kPanels panels, from these ones on. Not inlined: it is called twice, for every number of rows.
-  template <int R>
+  // Of P panels, from these ones on. Not inlined: it is called twice, for every number of rows.
+  template <int R, int P>
   __attribute__((noinline)) void blocks(const uint8_t* payload, const uint8_t* scales, const uint8_t* shifts,
                                         int first_row, const Stretch& stretch, float* y) {
     const uint8_t* x[R];
@@ -140,10 +159,10 @@ class Int8Blocks {
     for (int64_t b = stretch.first; b < last; ++b) {
       const uint8_t* const table = scales + b * Scaling::kTableBytes;
       const int here = units - b * kUnits < kUnits ? int(units - b * kUnits) : kUnits;
-      for (int p = 0; p < kPanels; ++p)
+      for (int p = 0; kAsks && p < P; ++p)
         for (int64_t i = 0; i < Scaling::kTableBytes; i += kCacheLine)
           Isa::prefetch(table + p * second + i + stretch.scales_ahead);
-      Totals<R> sums;
+      Totals<R, P> sums;
       clear(sums);
       for (int u = 0; u < here; ++u)
         add_unit(payload, second, x, layout, table, b * kUnits + u, u, stretch.ahead, sums);
@@ -165,20 +184,20 @@ class Int8Blocks {
   }
 
   // sums += scale * products of the groups of 32 k, which are unit u of the block's and `all` of the row's.
-  template <int R>
+  template <int R, int P>
   TANDEM_INLINE static void add_unit(const uint8_t* payload, int64_t second, const uint8_t* const (&x)[R],
                                      const Int8RowLayout& layout, const uint8_t* table, int64_t all, int u,
-                                     int64_t ahead, Totals<R>& sums) {
+                                     int64_t ahead, Totals<R, P>& sums) {
     constexpr int kGroup = Scaling::kGroup, kGroupsOfUnit = kUnit / kGroup;
     const uint8_t* here = payload + all * kUnitBytes;
-    for (int p = 0; p < kPanels; ++p)
+    for (int p = 0; kAsks && p < P; ++p)
       for (int i = 0; i < kUnitBytes; i += kCacheLine) Isa::prefetch(here + p * second + i + ahead);
     if constexpr (kByRows) {
       add_rows(here, x, kUnit * all, table, u * kGroupsOfUnit, sums);
       return;
     } else {
-      Sums<R> products;
-      each_eight<Ints, Codes>(here, second, [&](int p, int k, const auto& lines) TANDEM_ALWAYS_INLINE {
+      Sums<R, P> products;
+      each_eight<Ints, Codes, P>(here, second, [&](int p, int k, const auto& lines) TANDEM_ALWAYS_INLINE {
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
           const uint8_t* at = x[r] + kUnit * all + k;
@@ -196,9 +215,9 @@ class Int8Blocks {
   }
 
   // The same, row by row.
-  template <int R>
+  template <int R, int P>
   TANDEM_INLINE static void add_rows(const uint8_t* blocks, const uint8_t* const (&x)[R], int64_t k,
-                                     const uint8_t* table, int group, Totals<R>& sums) {
+                                     const uint8_t* table, int group, Totals<R, P>& sums) {
     typename Ints::Grids::Sum* to[R];
     for (int r = 0; r < R; ++r) to[r] = &sums.v[r][0];
     typename Ints::Grids::Scales scale;
@@ -219,14 +238,14 @@ class Int8Blocks {
   }
 
   // y = scale of x * (half * sums + half of shifts * sum of x times shifts) + (y or 0)
-  template <int R>
+  template <int R, int P>
   TANDEM_INLINE static void finish(const Int8RowLayout& layout, const uint8_t* table, const uint8_t* shifts,
                                    int64_t second, const uint8_t* const (&x)[R], int64_t b, int here,
-                                   const Totals<R>& sums, float* y, int64_t stride) {
-    Sums<R> shifted;
+                                   const Totals<R, P>& sums, float* y, int64_t stride) {
+    Sums<R, P> shifted;
     if (shifts) add_shifts(layout, shifts, second, x, b, here, shifted);
-#pragma GCC unroll 2
-    for (int p = 0; p < kPanels; ++p) {
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) {
       const Vec half = Isa::mul(halves(table + p * second), Isa::set1(Scaling::kOfHalf));
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
@@ -242,14 +261,14 @@ class Int8Blocks {
   TANDEM_INLINE static Vec halves(const uint8_t* p) { return Isa::load_f16(reinterpret_cast<const uint16_t*>(p)); }
 
   // shifted = sum over the block's groups of shift * sum of x
-  template <int R>
+  template <int R, int P>
   TANDEM_INLINE static void add_shifts(const Int8RowLayout& layout, const uint8_t* shifts, int64_t second,
-                                       const uint8_t* const (&x)[R], int64_t b, int here, Sums<R>& shifted) {
+                                       const uint8_t* const (&x)[R], int64_t b, int here, Sums<R, P>& shifted) {
     clear(shifted);
     if constexpr (!Scaling::kOdd)
       for (int g = 0; g < here; g += 2)
-#pragma GCC unroll 2
-        for (int p = 0; p < kPanels; ++p) {
+#pragma GCC unroll 4
+        for (int p = 0; p < P; ++p) {
           const auto two = Scaling::template shifts<Ints>(shifts + p * second, g);
 #pragma GCC unroll 16
           for (int r = 0; r < R; ++r) {

@@ -14,7 +14,8 @@ namespace {
 
 // Below this, waking the pool costs more than it saves: bytes of weights times passes over them.
 constexpr int64_t kSerialBytes = 64 * 1024;
-constexpr int64_t kTaskBytes = 128 * 1024;  // weights per task: long streams, yet enough tasks to share out evenly
+constexpr int64_t kTaskBytes = 128 * 1024;  // weights per task: long streams, yet enough tasks to share out evenly;
+                                            // two pairs of panels at least, which one row takes at once
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -23,7 +24,7 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t pairs_per_task(const WeightView& w, const Blocking& blocking, int64_t rows, int workers) {
   const bool many_rows = rows >= blocking.many_rows;
   const int64_t row_blocks = ceil_div(rows, blocking.rows_per_call);
-  const int64_t by_bytes = many_rows ? blocking.pairs_per_call : std::max<int64_t>(1, kTaskBytes / (2 * w.panel_bytes));
+  const int64_t by_bytes = many_rows ? blocking.pairs_per_call : std::max<int64_t>(2, kTaskBytes / (2 * w.panel_bytes));
   const int64_t by_share = std::max<int64_t>(1, w.pairs * row_blocks / (4 * workers));
   return std::min<int64_t>({by_bytes, by_share, blocking.pairs_per_call});
 }
