@@ -162,7 +162,7 @@ def test_what_is_not_here_is_prepared_by_a_child(
     ("argv", "status", "says"),
     [
         (["serve", "demo", "--prot", "3"], 2, "nearest known one is --port"),
-        (["serve", "demo", "--tp", "2", "--packed-cache", "c"], 2, "--tensor-parallel-size 2: ranks"),
+        (["serve", "demo", "--tp", "2"], 2, "heads of keys cannot be divided among 2 ranks"),
         (["serve", "--model", "/no/such/model"], 1, "/no/such/model does not exist"),
         (["serve", "--port", "30000"], 2, "try `kt serve demo`"),
         (["run", "org/name"], 2, "there is no kt run: give kt serve MODEL, then kt chat"),
