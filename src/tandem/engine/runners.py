@@ -58,7 +58,7 @@ def pace_of(parts: EngineParts) -> PrefillPace:
 
 
 def _takes_turns(parts: EngineParts) -> bool:
-    """Whether pieces of a prompt and steps are computed one after the other."""
+    """True where a prompt's layers and decode steps share one stream, so they alternate."""
     if parts.handoff is None:
         return True
     return parts.group is not None and parts.begin_step is not None and parts.begin_step.pausable()

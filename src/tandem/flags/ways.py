@@ -11,7 +11,7 @@ FIELDS = ("tensor_parallel_size", "pipeline_parallel_size")
 
 
 def way_is_open(config: EngineConfig) -> bool:
-    """Whether no flag says it."""
+    """True if no flag says over how many GPUs the model goes, so the plan chooses."""
     return config.device != "cpu" and not config.given_flags(FIELDS)
 
 
@@ -21,7 +21,7 @@ def on_one_gpu(config: EngineConfig) -> EngineConfig:
 
 
 def argv_on_one_gpu(argv: Sequence[str]) -> list[str]:
-    """Likewise a command line of `kt serve`."""
+    """A command line of `kt serve`, with `--tensor-parallel-size 1` unless it says how many GPUs."""
     config, _ = EngineConfig.possible(argv)
     is_open = config is not None and way_is_open(config)
     return [*argv, "--tensor-parallel-size", "1"] if is_open else [*argv]

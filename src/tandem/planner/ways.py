@@ -176,7 +176,7 @@ class WayQuestion:
         return gains.decode >= enough or self.is_longer(planned.plan, one.plan)
 
     def is_longer(self, plan: Plan, one: Plan) -> bool:
-        """Whether one GPU has no room for the context that is wanted, and this has more."""
+        """True if `one` (one GPU) is short of the wanted context, and `plan` has a longer one."""
         wanted = wanted_tokens(self.config, self.model)
         return min(plan.context_length, wanted) * AS_LONG > min(one.context_length, wanted)
 
@@ -227,7 +227,7 @@ def _with_sums_again(speed: Range) -> Range:
 
 
 def several_usable(machine: Machine) -> bool:
-    """Whether there are two or more GPUs, and the packages that compute on them."""
+    """True if two or more GPUs can compute: new enough, and their Python packages installed."""
     missing = [name for name in machine.gpu_missing if name != "cuda-core"]
     return not missing and len(list(filter(is_new_enough, machine.gpus))) > 1
 
@@ -244,7 +244,7 @@ def possible_ways(machine: Machine) -> Iterator[Way]:
 
 
 def _is_free(gpu: Gpu) -> bool:
-    """Whether it is whole, and other programs hold little of it."""
+    """True if a GPU is not in MIG mode, and other programs hold at most MOST_HELD of its memory."""
     return not gpu.divided and gpu.free_bytes >= (1 - MOST_HELD) * gpu.memory_bytes
 
 

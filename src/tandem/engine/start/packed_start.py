@@ -108,8 +108,10 @@ def early_verification(
 def packed_cache(
     config: EngineConfig, plan: Plan, model: ModelConfig, checkpoint: Checkpoint, ops: CpuOps
 ) -> PackedCache | None:
-    """Where --packed-cache keeps this model, as this plan packs it, or this rank's part of it. Neither the kernel tier
-    is part of that nor where experts live; with a GPU it is experts only."""
+    """Cache in --packed-cache of this model as the plan packs it, or of this rank's part; None without the flag.
+
+    Its key has neither the kernel tier nor where experts live. With a GPU it holds experts only.
+    """
     if config.packed_cache is None:
         return None
     directory = checkpoint.path.resolve()

@@ -227,7 +227,7 @@ class LiveExperts:
         return self._exchange.waiting and not self._held
 
     def _asks_after(self, steps: int) -> bool:
-        """Whether counts are asked for after so many steps: once those before were decided about."""
+        """True if usage counts are due: `steps` steps since the last ones, which are decided about."""
         return self._steps >= steps and self._counts_asked is None and not self._decisions
 
     def finish(self) -> None:
@@ -239,7 +239,7 @@ class LiveExperts:
         self._guarded("note", self._note, _nobody_waits)
 
     def _guarded(self, part: str, action: Callable[[], None], over: Callable[[], bool]) -> bool:
-        """Whether the GPU waits by its end."""
+        """Runs one job, and times it. True if the GPU had ended its step by then, and waits."""
         if self._failed:
             return False
         started = self._clock()

@@ -66,7 +66,7 @@ def lane_of(gpu: str, ranks: int, pcie_gbps: float) -> SumLane:
 
 
 def _is_linked(gpu: str) -> bool:
-    """Whether all GPUs of this name are linked by NVLink, where several are in a host."""
+    """True for GPUs that NVLink connects where a host has several, by their product name."""
     return "pcie" not in gpu.lower() and gpu_model(gpu) in [GPU_MODELS[name] for name in LINKED]
 
 
