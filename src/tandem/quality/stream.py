@@ -65,6 +65,7 @@ class Variant:
     gpu_share: float | None = None  # of the routed experts, on a GPU beside everything else; None: no GPU
     deferred: int = 0  # of a token's experts in CPU memory, at most so many are added one layer later
     cached: str = "auto"  # --kv-cache-dtype
+    disable_shared_experts_fusion: bool = False
 
     def model(self) -> ModelConfig:
         engine_config = EngineConfig(model=str(self.directory), kv_cache_dtype=self.cached)
@@ -94,6 +95,7 @@ class Variant:
             kt_gpu_experts_ratio=self.gpu_share,
             disable_cuda_graph=self.gpu_share is not None,
             kv_cache_dtype=self.cached,
+            disable_shared_experts_fusion=self.disable_shared_experts_fusion,
         )
         gpus = tuple(replace(gpu, free_bytes=ENOUGH) for gpu in machine.gpus)
         plan = resolve(config, model, replace(machine, available_memory=ENOUGH, gpus=gpus), stored)
