@@ -39,7 +39,7 @@ from tandem.bench.synthetic import FAR, SyntheticCheckpoint, SyntheticStore
 from tandem.engine.expert_statistics import expert_usage
 from tandem.engine.gpu_runner import GpuRunner
 from tandem.engine.graphs.inputs import GraphPlan
-from tandem.engine.ranks.joined import gpu_group
+from tandem.engine.ranks.joined import gpu_group, gpus_of_first
 from tandem.engine.start.gpu_side import GpuSide, begin_step, expert_stream, gpu_side, registered
 from tandem.engine.start.loader import rank_plan, use_one_torch_thread
 from tandem.engine.state.arrays import allocate
@@ -272,7 +272,7 @@ def build(
     plan = resolve(engine_config, config, machine, stored)
     if meeting is not None:
         own, config, machine = ranked(engine_config, config, machine, stored, meeting.rank)
-        plan = rank_plan(plan, own, machine)
+        plan = rank_plan(gpus_of_first(plan, meeting), own, machine, meeting.rank)
     plan = dataclasses.replace(plan, num_window_pages=0)  # `decoder` gives all layers one table
     workers = planned_pool(plan)
     side = gpu_side(plan, config, CpuOps(workers, plan.tier, deterministic=plan.deterministic))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from tandem.flags.env import visible_gpus
 
 LEAST_CAPABILITY = (8, 0)  # Ampere: the kernels multiply bfloat16
+MOST_HELD = 0.2  # of a GPU's memory: one of which other programs hold more is left to them
 MIB = 1 << 20
 _FIELDS = "index,uuid,name,memory.total,memory.free,pcie.link.gen.max,pcie.link.width.max,compute_cap,mig.mode.current"
 
@@ -26,6 +27,7 @@ class Gpu:
     uuid: str = ""  # "GPU-…"; "": unknown
     capability: tuple[int, int] | None = None  # compute capability; None: unknown
     divided: bool = False  # in MIG mode: these are the whole GPU's sizes, and CUDA gives an instance of it
+    no_nvlink: bool = False  # between the ranks' GPUs, of which it is one, whatever is sold under its name
 
 
 def may_have_gpus() -> bool:
@@ -102,9 +104,27 @@ def is_new_enough(gpu: Gpu) -> bool:
     return gpu.capability is None or gpu.capability >= LEAST_CAPABILITY
 
 
+def is_free(gpu: Gpu) -> bool:
+    """True if a GPU is not in MIG mode, and other programs hold at most MOST_HELD of its memory."""
+    return not gpu.divided and gpu.free_bytes >= (1 - MOST_HELD) * gpu.memory_bytes
+
+
 def equals(one: Gpu, other: Gpu) -> bool:
     """Whether both compute the same bits in the same time."""
     return (one.name, one.capability) == (other.name, other.capability)
+
+
+def kinds_of(gpus: Iterable[Gpu]) -> list[tuple[Gpu, ...]]:
+    """Equal ones together, in the order of their first."""
+    kinds: dict[tuple[str, tuple[int, int] | None], list[Gpu]] = {}
+    for gpu in gpus:
+        kinds.setdefault((gpu.name, gpu.capability), []).append(gpu)
+    return [tuple(kind) for kind in kinds.values()]
+
+
+def most_equal(gpus: Iterable[Gpu]) -> tuple[Gpu, ...]:
+    """The most that equal each other, the first of several such kinds; (): there is no GPU."""
+    return max(kinds_of(gpus), key=len, default=())
 
 
 def too_old(gpu: Gpu) -> str:

@@ -6,12 +6,13 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 
 from tandem.machine.cgroup import read_cgroup_limits
 from tandem.machine.gpus import Gpu, detect_gpus
+from tandem.machine.links import GpuLinks, gpu_links
 from tandem.machine.numa_binding import mbind_error
 
 _TIER_FEATURES = {
@@ -46,6 +47,7 @@ class Machine:
     available_memory: int  # what can be taken without swapping
     cpu_quota: float | None = None  # CPUs' worth of time of the control group; None: no limit
     gpus: tuple[Gpu, ...] = ()  # the one to take first
+    links: GpuLinks = field(default_factory=GpuLinks)  # between them
     no_gpu: str = "no GPU was found"  # why, where there are none
     gpu_missing: tuple[str, ...] = ()  # packages that a GPU needs and that are not installed
     torch: str = ""  # its version; "": not known
@@ -108,7 +110,8 @@ class Machine:
     def with_gpus(self) -> Machine:
         """Asks nvidia-smi, which may take longer than everything else here."""
         gpus, no_gpu = detect_gpus()
-        return replace(self, gpus=gpus, no_gpu=no_gpu)
+        links = gpu_links() if len(gpus) > 1 else GpuLinks()
+        return replace(self, gpus=gpus, no_gpu=no_gpu, links=links)
 
     @classmethod
     def detect(cls, root: Path = Path("/"), affinity: Iterable[int] | None = None) -> Machine:

@@ -177,21 +177,20 @@ def load_rank(start: StartRank, rank: int) -> EngineParts:
     """Another rank's part of the model, by the first one's plan. Raises as `load_parts`."""
     use_one_torch_thread()
     config, directory, machine = start.config, model_directory(start.config.model), these_cpus()
-    if start.plan.gpu is not None:
-        machine = machine.with_gpus()
     stored = StoredModelFiles.at(config, directory)
     own, model, machine = ranked(config, stored.model, machine, stored.formats, rank)
-    plan = rank_plan(start.plan, own, machine)
+    plan = rank_plan(start.plan, own, machine, rank)
     workers, meeting = planned_pool(plan), Meeting(rank, config.tensor_parallel_size, start.file)
     with PackedStart(config, directory, workers, None, model.shard) as packed:
         return _loaded(config, plan, model, stored, workers, packed, None, meeting)
 
 
-def rank_plan(plan: Plan, config: EngineConfig, machine: Machine) -> Plan:
-    """The first rank's plan with another's threads and GPU. config, machine: that one's, of `ranked`."""
+def rank_plan(plan: Plan, config: EngineConfig, machine: Machine, rank: int) -> Plan:
+    """The first rank's plan with another's threads and GPU. config, machine: that one's, of `ranked`. The first has
+    chosen all GPUs: what is free now is another thing."""
     threads = plan_threads(config, machine)
     plan = replace(plan, cpus=threads.cpus, parts=threads.parts, part_nodes=threads.part_nodes)
-    return plan if plan.gpu is None else replace(plan, gpu=replace(plan.gpu, uuid=machine.gpus[0].uuid))
+    return plan if plan.gpu is None else replace(plan, gpu=replace(plan.gpu, uuid=plan.gpu.rank_uuids[rank]))
 
 
 def _loaded(
