@@ -350,6 +350,32 @@ def test_counts_of_a_step_say_where_experts_were_in_it(waits: bool) -> None:
     assert usage.swaps > 10 and (waits or all(asked[1:]))  # counts that a decision wants, too, are asked for once
 
 
+def test_a_step_without_anything_to_do_looks_for_nothing() -> None:
+    """Counted in calm steps: how often counts are asked for, and jobs are looked for. A decision has three such steps:
+    one asks, one looks, one decides."""
+    timed, asked, looked = Timed(0.0), list[int](), list[int]()
+    jobs, ask = timed.experts._jobs, timed.usage.ask
+
+    def noting(times: list[int], action: Any) -> Any:
+        return lambda: times.append(timed.experts.times().steps) or action()  # type: ignore[func-returns-value]
+
+    timed.experts._jobs = noting(looked, jobs)  # type: ignore[method-assign]
+    timed.usage.ask = noting(asked, ask)  # type: ignore[method-assign]
+    timed.steps(3000, moving=False)
+    assert timed.usage.swaps == 0 and timed.experts.times().steps == 3000
+    assert 0 < len(asked) <= 60 and len(looked) <= 3 * len(asked) + 1
+    assert timed.steps(1000).usage.swaps > 0
+
+
+def test_moving_that_has_failed_costs_no_step_anything() -> None:
+    timed = Timed(0.0)
+    timed.policy.look = None  # type: ignore[method-assign,assignment]
+    timed.steps(20)
+    assert timed.experts.resting
+    timed.experts._jobs = None  # type: ignore[method-assign,assignment]
+    assert timed.steps(20).experts.times().steps == 40
+
+
 def test_what_was_decided_can_be_finished() -> None:
     """While copies are on their way it waits; each expert is in one place then."""
     layers, copies, usage = [Layer(1), Layer(2)], FakeCopies(), Usage()
