@@ -4,7 +4,8 @@
     python scripts/readme_tables.py --write
 
 Each line takes the newest run that has all of its figures: a shared machine is half as fast on another day, so figures
-of different runs are compared only where a line says so (`apart`). `beside` is a ratio of a run in turns, of fewer layers.
+of different runs are compared only where a line says so (`apart`). `beside` is a ratio of a run in turns, of fewer
+layers.
 """
 
 from __future__ import annotations
