@@ -16,6 +16,19 @@ _FIELDS = "index,uuid,name,memory.total,memory.free,pcie.link.gen.max,pcie.link.
 
 
 @dataclass(frozen=True, slots=True)
+class GpuHolder:
+    """Another process that is about to take memory of a GPU. left_bytes: that it will leave; 0: unknown."""
+
+    pid: int = 0  # 0: unknown
+    model: str = ""
+    left_bytes: int = 0
+
+    @property
+    def text(self) -> str:
+        return f"process {self.pid}, which loads {self.model}" if self.pid else "another server that starts"
+
+
+@dataclass(frozen=True, slots=True)
 class Gpu:
     """One NVIDIA GPU as the driver reports it."""
 
@@ -27,7 +40,13 @@ class Gpu:
     uuid: str = ""  # "GPU-…"; "": unknown
     capability: tuple[int, int] | None = None  # compute capability; None: unknown
     divided: bool = False  # in MIG mode: these are the whole GPU's sizes, and CUDA gives an instance of it
+    holder: GpuHolder | None = None  # who is about to fill it; None: nobody that is known
     no_nvlink: bool = False  # between the ranks' GPUs, of which it is one, whatever is sold under its name
+
+    @property
+    def room(self) -> int:
+        """Bytes that are free once its holder has taken what it plans."""
+        return self.free_bytes if self.holder is None else min(self.free_bytes, self.holder.left_bytes)
 
 
 def may_have_gpus() -> bool:
@@ -50,7 +69,7 @@ def usable_gpus(present: Iterable[Gpu], chosen: str | None) -> tuple[Gpu, ...]:
     is not ends the list. None: all of them, the one with the most free memory (in GiB) first."""
     present = tuple(present)
     if chosen is None:
-        return tuple(sorted(present, key=lambda gpu: -(gpu.free_bytes >> 30)))
+        return emptiest_first(present)
     gpus: list[Gpu] = []
     for word in chosen.split(","):
         gpu = _named(present, word.strip())
@@ -58,6 +77,11 @@ def usable_gpus(present: Iterable[Gpu], chosen: str | None) -> tuple[Gpu, ...]:
             break
         gpus.append(gpu)
     return tuple(dict.fromkeys(gpus))
+
+
+def emptiest_first(gpus: Iterable[Gpu]) -> tuple[Gpu, ...]:
+    """By their room in GiB; equal ones stay as they are."""
+    return tuple(sorted(gpus, key=lambda gpu: -(gpu.room >> 30)))
 
 
 def _named(present: tuple[Gpu, ...], word: str) -> Gpu | None:
@@ -105,8 +129,8 @@ def is_new_enough(gpu: Gpu) -> bool:
 
 
 def is_free(gpu: Gpu) -> bool:
-    """True if a GPU is not in MIG mode, and other programs hold at most MOST_HELD of its memory."""
-    return not gpu.divided and gpu.free_bytes >= (1 - MOST_HELD) * gpu.memory_bytes
+    """True if a GPU is not in MIG mode, and other programs hold at most MOST_HELD of its memory, or will."""
+    return not gpu.divided and gpu.room >= (1 - MOST_HELD) * gpu.memory_bytes
 
 
 def equals(one: Gpu, other: Gpu) -> bool:

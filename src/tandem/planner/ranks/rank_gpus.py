@@ -52,6 +52,6 @@ def _cost(group: Sequence[Gpu], links: GpuLinks) -> tuple[float, ...]:
     """Compared number by number; the least is best."""
     hops = [links.hops(one.number, other.number) for one, other in combinations(group, 2)]
     taken = sum(not is_free(gpu) for gpu in group)
-    room = min(gpu.free_bytes for gpu in group) if taken else 0
+    room = min(gpu.room for gpu in group) if taken else 0
     speed = gpu_speed(group[0].name)
     return taken, -room, -group[0].memory_bytes, -speed, max(hops, default=0), sum(hops), *(gpu.number for gpu in group)
