@@ -31,6 +31,7 @@ SUPPORT = ROOT / "tests" / "support"
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "scripts"), str(SUPPORT), str(SUPPORT / "foreign")]
 
 from tandem.bench.rows import keep, machine_name, progress, stamp  # noqa: E402
+from tandem.planner.forecast.quantisations import INT8_ACTIVATIONS as A8  # noqa: E402
 from tandem.planner.forecast.quantisations import KNOWN_FILE as DEMO_FILE  # noqa: E402
 
 if TYPE_CHECKING:
@@ -47,12 +48,13 @@ TOKENS, WINDOW = 2048, 512
 CACHE_ROUNDED = "KV cache in fp8, its rounding alone"
 UNROUNDED = "nothing rounded, another kernel tier"
 ADA = (8, 9)
-INT8_ACTIVATIONS = "`--kt-int8-activations`"
+ROUNDED = "`--kt-int8-activations`"
 # name in the table: (bits per weight with its scales, key of stored_formats.MAKERS)
 STORED = {
     "fp8, a scale per row": (8.0, "fp8 per channel"), "fp8, blocks of 64 × 64": (8.0, "fp8 blocks of 64"),
     "mxfp8": (8.25, "mxfp8"), "mxfp4": (4.25, "mxfp4 packed"), "nvfp4": (4.5, "nvfp4 packed"),
 }  # fmt: skip
+STORED_ALIKE = {"mxfp4": "MXFP4", "nvfp4": "NVFP4"}  # GGUF's types, until they have rows of their own
 Row = dict[str, Any]
 
 
@@ -99,8 +101,8 @@ def _gguf_types(demo: Path, library: Path) -> Iterator[Experiment]:
 
     ggml, unrounded = Ggml(library), Variant(demo, disable_shared_experts_fusion=True)
     for name in GGUF_CODES:
-        rounding, bits = Rounding(ggml, name), round(ggml.bits(name), 2)
-        for label, int8 in ((name, False), (f"{name} {INT8_ACTIVATIONS}", True)):
+        rounding, bits = Rounding(ggml, name), int(100 * ggml.bits(name) + 0.5) / 100
+        for label, int8 in ((name, False), (f"{name} {ROUNDED}", True)):
             change = partial(rounding.apply, int8_activations=int8)
             yield Experiment(f"GGUF {label}", bits, lambda: unrounded, change)
 
@@ -237,15 +239,18 @@ def filled(page: str) -> str:
 
 
 def of_methods() -> dict[str, Any]:
-    """Figures of the demo model's formats, as `kt bench decode` and `kt plan` have them; GGUF's types by name."""
-    rows = rows_kept()
-    wanted = {f"`--kt-method {method}`": method for method in ("INT8", "INT4")} | {"mxfp4": "MXFP4", "nvfp4": "NVFP4"}
-    wanted |= {row["what"]: row["what"].removeprefix("GGUF ") for row in rows if row["what"].startswith("GGUF ")}
+    """Figures of the demo model's formats, as `kt bench decode` and `kt plan` have them: methods, and GGUF's types."""
+    rows = {STORED_ALIKE[row["what"]]: row for row in rows_kept() if row["what"] in STORED_ALIKE}
+    rows |= {name: row for row in rows_kept() if (name := _method(row["what"]))}
     return {
-        wanted[row["what"]]: {name: round(row[name], 5) for name in ("kl", "kl_error", "same_top")}
-        for row in rows
-        if row["what"] in wanted
+        name: {key: round(row[key], 5) for key in ("kl", "kl_error", "same_top")} for name, row in rows.items()
     }
+
+
+def _method(what: str) -> str:
+    """`Q4_K A8` of a row's name; "": it has no such name."""
+    found = re.fullmatch(r"(?:GGUF |`--kt-method )(\w+)`?( `?--kt-int8-activations`)?", what)
+    return found[1] + (A8 if found[2] else "") if found else ""
 
 
 def _measure_and_keep(ggml: Path | None, only: Collection[str], results: Path) -> None:

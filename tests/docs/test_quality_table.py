@@ -7,7 +7,7 @@ import re
 from types import ModuleType
 
 from repo_scripts import script_module
-from tandem.bench.known_quality import quality_lines
+from tandem.bench.known_quality import MeasuredExperts, quality_line
 
 script: ModuleType = script_module("quality_table")
 
@@ -27,12 +27,28 @@ def test_the_table_is_that_of_the_newest_rows() -> None:
 
 def test_what_kt_bench_decode_says_is_in_the_table() -> None:
     known = json.loads(script.DEMO_FILE.read_text(encoding="utf-8"))
-    assert known == script.of_methods() and {"INT8", "INT4", "Q4_K", "Q2_K", "MXFP4"} <= set(known)
-    (int4,) = quality_lines("demo", True, ["BF16", "int4"])
-    assert f"KL {known['INT4']['kl']:.4f} ± " in int4 and f"{known['INT4']['same_top']:.1%}" in int4
-    (other,) = quality_lines("org/name", False, ["INT4"])
-    assert "kt quality org/name --format INT4 measures it" in other
-    assert list(quality_lines("demo", True, ["BF16"])) == []
+    assert known == script.of_methods()
+    for name in ("INT8", "INT4", "Q2_K", "Q3_K", "Q4_K", "Q6_K"):
+        for int8_activations in (False, True):
+            experts = MeasuredExperts(((name.lower(), 1.0),), int8_activations)
+            figures = known[experts.name]
+            line = quality_line("demo", True, experts)
+            assert line is not None and line.startswith(f"{name}{' A8' if int8_activations else ''}: KL ")
+            assert f"KL {figures['kl']:.4f} ± " in line and f"{figures['same_top']:.1%} (docs/quality.md)" in line
+
+
+def test_what_kt_bench_decode_says_of_another_model() -> None:
+    rounded = quality_line("org/name", False, MeasuredExperts((("INT4", 1.0),)))
+    assert rounded is not None and "in the demo model" in rounded
+    assert rounded.endswith("; kt quality org/name --format INT4 measures it")
+    mixed = quality_line("m.gguf", False, MeasuredExperts((("q4_k", 0.75), ("q6_k", 0.25)), True, as_stored=True))
+    known = script.of_methods()
+    kl = 0.75 * known["Q4_K A8"]["kl"] + 0.25 * known["Q6_K A8"]["kl"]
+    assert mixed is not None and f"Q4_K + Q6_K A8: KL {kl:.4f} nats" in mixed
+    assert mixed.endswith("; kt quality m.gguf --reference ORIGINAL --kt-int8-activations measures it")
+    new = quality_line("m", False, MeasuredExperts((("q4_k", 0.5), ("new", 0.5))))
+    assert new == "Q4_K + NEW: what it costs is not known here; kt quality m --format Q4_K --format NEW measures it"
+    assert quality_line("demo", True, MeasuredExperts((("bf16", 1.0),))) is None
 
 
 def test_what_the_page_says_of_a_row_is_in_the_table() -> None:

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from tandem.bench.ceilings import measure_read_gbps
-from tandem.bench.known_quality import quality_lines
+from tandem.bench.known_quality import MeasuredExperts, quality_line
 from tandem.bench.peers import check_installed, llama_cpp_rate, transformers_rate
 from tandem.bench.rows import machine_name, of_bench, stamp, write
-from tandem.checkpoint import demo_dir, resolve_model
+from tandem.checkpoint import demo_dir, open_checkpoint, resolve_model
 from tandem.engine.engine import Engine
 from tandem.engine.protocol import GenerateRequest, SamplingSettings
 from tandem.engine.start.loader import load_parts, model_directory
@@ -25,6 +25,8 @@ from tandem.kernels.workers import planned_pool
 from tandem.machine.machine import Machine
 from tandem.planner.forecast.bound import bytes_per_step
 from tandem.planner.plan import Plan
+from tandem.spec.model_config import STORED
+from tandem.spec.stored import StoredFormats
 
 PROMPT_TOKENS = 32
 WARM_STEPS = 4  # before each timed run
@@ -35,7 +37,7 @@ class DecodeFlags:
     """The flags of a run. `steps` decode steps are timed `repeats` times per batch size."""
 
     model: str
-    formats: tuple[str, ...]
+    formats: tuple[str | None, ...]  # of experts; None: as they are stored
     batches: tuple[int, ...]
     steps: int
     repeats: int
@@ -44,6 +46,7 @@ class DecodeFlags:
     threads: int | None
     tier: str = "auto"  # kernel tier
     deterministic: bool = False
+    int8_activations: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,13 +80,23 @@ def run(request: DecodeFlags, out: Path | None) -> None:
             console.print(_line(row), highlight=False)
             status.start()
     console.print(table(rows))
-    is_demo = resolve_model(request.model) == demo_dir()
-    for line in quality_lines(request.model, is_demo, request.formats):
+    for line in _quality(request):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     if out is not None:
         columns = [dataclasses.asdict(row) for row in rows]
         write([of_bench("decode", row) for row in columns] if out.is_dir() else columns, out)
         console.print(f"Written to {out}")
+
+
+def _quality(request: DecodeFlags) -> Iterator[str]:
+    """A line for each format that was measured."""
+    is_demo, stored = resolve_model(request.model) == demo_dir(), _stored(request).experts
+    for fmt in request.formats:
+        as_stored = fmt is None or fmt.upper() in stored.methods
+        shares = stored.shares if as_stored else ((fmt or "", 1.0),)
+        line = quality_line(request.model, is_demo, MeasuredExperts(shares, request.int8_activations, as_stored))
+        if line is not None:
+            yield line
 
 
 def measure(request: DecodeFlags, tell: Callable[[str], None] = lambda _: None) -> Iterator[DecodeRow]:
@@ -103,24 +116,36 @@ def measure(request: DecodeFlags, tell: Callable[[str], None] = lambda _: None) 
         yield _row(request, "llama.cpp, dense base", "Q4_1", 1, rate)
 
 
-def _own_rows(request: DecodeFlags, fmt: str, tell: Callable[[str], None]) -> Iterator[DecodeRow]:
+def _own_rows(request: DecodeFlags, fmt: str | None, tell: Callable[[str], None]) -> Iterator[DecodeRow]:
     config = EngineConfig.from_keywords(
         request.model,
         kt_method=fmt,
         kt_cpuinfer=request.threads,
+        kt_int8_activations=request.int8_activations,
         kernel_tier=request.tier,
         enable_deterministic_inference=request.deterministic,
         max_running_requests=max(request.batches),
     )
-    tell(f"loading {request.model} with {fmt} experts")
-    parts = load_parts(config)
+    tell(f"loading {request.model}" + (f" with {fmt} experts" if fmt else ""))
+    parts, stored = load_parts(config), _stored(request)
     plan, model = parts.plan, parts.model_config
+    experts = stored.experts.name if plan.expert_format == STORED else plan.expert_format
     for batch in request.batches:
-        tell(f"measuring {fmt}, batch {batch}")
+        tell(f"measuring {fmt or experts}, batch {batch}")
         rate, gbps = decode_rate(Engine.from_parts(parts), model.vocab, batch, request)
-        bound = batch * gbps * 1e9 / bytes_per_step(model, plan.dtype, plan.expert_format, batch)
-        name = "tandem, deterministic" if request.deterministic else "tandem"
-        yield _row(request, name, plan.expert_format, batch, rate, bound, gbps)
+        bound = batch * gbps * 1e9 / bytes_per_step(model, plan.dtype, plan.expert_format, batch, stored)
+        yield _row(request, _mode(request), experts, batch, rate, bound, gbps)
+
+
+def _mode(request: DecodeFlags) -> str:
+    """Name of a row's engine."""
+    modes = {"deterministic": request.deterministic, "int8 activations": request.int8_activations}
+    return ", ".join(["tandem", *(name for name, on in modes.items() if on)])
+
+
+def _stored(request: DecodeFlags) -> StoredFormats:
+    """Formats of the model's files."""
+    return open_checkpoint(model_directory(request.model)).formats()
 
 
 def _read_gbps(plan: Plan) -> float:

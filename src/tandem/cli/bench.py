@@ -40,27 +40,24 @@ GpuShare = Annotated[
 ]
 Lengths = Annotated[int, typer.Option(min=1, help="tokens, on average")]
 Layers = Annotated[int | None, typer.Option(min=1, help="first layers only, with --config")]
-Out = Annotated[
-    Path | None, typer.Option(help="write the rows as JSON; a directory keeps them by machine and bench")
-]
+Out = Annotated[Path | None, typer.Option(help="write the rows as JSON; a directory keeps them by machine and bench")]
 Context = Annotated[int, typer.Option(min=1, help="tokens of every sequence, with --config")]
 
 DecodeFormats = Annotated[
     list[str] | None,
-    typer.Option("--format", help="of experts (default: BF16): BF16, INT8, INT4; with --config also FP8, MXFP4"),
+    typer.Option(
+        "--format", help="of experts (default: as stored; with --config BF16): BF16, INT8, INT4; there also FP8, MXFP4"
+    ),
 ]
-DecodeBatches = Annotated[
-    list[int] | None, typer.Option(min=1, help="sequences decoded together (default: 1, 8)")
-]
+DecodeBatches = Annotated[list[int] | None, typer.Option(min=1, help="sequences decoded together (default: 1, 8)")]
 BesideTransformers = Annotated[bool, typer.Option("--transformers", help="Transformers' generate beside ours")]
 BesideLlamaCpp = Annotated[
     bool, typer.Option("--llama-cpp", help="llama-cpp-python on the dense base model beside ours")
 ]
-DenseFormat = Annotated[
-    str, typer.Option(help="with --config: dense matrices are bf16, fp8, int4-g128 or mxfp4")
-]
-ExplainSteps = Annotated[
-    bool, typer.Option("--explain", help="say which path each step takes, and measure nothing")
+DenseFormat = Annotated[str, typer.Option(help="with --config: dense matrices are bf16, fp8, int4-g128 or mxfp4")]
+ExplainSteps = Annotated[bool, typer.Option("--explain", help="say which path each step takes, and measure nothing")]
+Int8Activations = Annotated[
+    bool, typer.Option("--kt-int8-activations", help="with int8 activations in experts on the CPU (lossy)")
 ]
 Deterministic = Annotated[bool, typer.Option("--deterministic", help="with --enable-deterministic-inference")]
 Speculative = Annotated[
@@ -75,9 +72,7 @@ MostDraftTokens = Annotated[
 Acceptances = Annotated[
     list[float] | None, typer.Option(min=0, max=1, help="with --speculative: so many guesses are right")
 ]
-Governed = Annotated[
-    bool, typer.Option("--governor/--no-governor", help="with --speculative: as many guesses as pay")
-]
+Governed = Annotated[bool, typer.Option("--governor/--no-governor", help="with --speculative: as many guesses as pay")]
 
 
 def explain_steps() -> ModuleType:
@@ -92,16 +87,10 @@ def kernels(
     shape: Annotated[
         list[str] | None, typer.Option(help="demo, q3, ds3 or HIDDENxWIDTHxEXPERTSxTOPK (default: demo)")
     ] = None,
-    fmt: Annotated[
-        list[str] | None, typer.Option("--format", help=KERNEL_FORMATS + " (default: bf16)")
-    ] = None,
+    fmt: Annotated[list[str] | None, typer.Option("--format", help=KERNEL_FORMATS + " (default: bf16)")] = None,
     tier: Annotated[list[str] | None, typer.Option(help="kernel tier (default: this CPU's best)")] = None,
-    tokens: Annotated[
-        list[int] | None, typer.Option(min=1, help="tokens per call (default: 1, 8, 64, 512)")
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="worker threads (default: usable physical cores)")
-    ] = None,
+    tokens: Annotated[list[int] | None, typer.Option(min=1, help="tokens per call (default: 1, 8, 64, 512)")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="worker threads (default: usable physical cores)")] = None,
     with_torch: Annotated[
         bool, typer.Option("--torch/--no-torch", help="PyTorch's bf16 loop and grouped_mm beside ours")
     ] = True,
@@ -138,6 +127,11 @@ def kernels(
     measured.run(measures, threads, out, plot)
 
 
+def _check_int8_activations(beside_others: bool) -> None:
+    if beside_others:
+        raise ConfigError("--kt-int8-activations is of a model's files: leave out --config, --speculative, --explain")
+
+
 @bench.command()
 def decode(
     model: Annotated[str, typer.Argument(help="model directory, or demo")] = "demo",
@@ -145,9 +139,7 @@ def decode(
     batch: DecodeBatches = None,
     steps: Annotated[int, typer.Option(min=1, help="decode steps per repeat")] = 32,
     repeats: Annotated[int, typer.Option(min=1, help="repeats; the median counts")] = 5,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="worker threads (default: usable physical cores)")
-    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="worker threads (default: usable physical cores)")] = None,
     tier: Annotated[str, typer.Option(help="kernel tier")] = "auto",
     transformers: BesideTransformers = False,
     llama_cpp: BesideLlamaCpp = False,
@@ -156,10 +148,9 @@ def decode(
     layers: Layers = None,
     context: Context = 1024,
     dense_format: DenseFormat = "bf16",
-    foresight: Annotated[
-        str, typer.Option(help="with --config: expert foresight on, off, or both in turn")
-    ] = "on",
+    foresight: Annotated[str, typer.Option(help="with --config: expert foresight on, off, or both in turn")] = "on",
     deterministic: Deterministic = False,
+    kt_int8_activations: Int8Activations = False,
     speculative: Speculative = None,
     num_steps: MostDraftTokens = None,
     acceptance: Acceptances = None,
@@ -173,6 +164,7 @@ def decode(
     """
     if acceptance is not None and speculative is None:
         raise ConfigError("--acceptance says nothing alone: give --speculative NGRAM, too")
+    _check_int8_activations(kt_int8_activations and bool(config or speculative or explain))
     if explain:
         explain_steps().decode(config, fmt, gpu_share, batch, layers)
         return
@@ -195,8 +187,8 @@ def decode(
         return
     from tandem.bench.decode import DecodeFlags, run
 
-    what = (model, tuple(fmt or ["BF16"]), tuple(batch or [1, 8]), steps, repeats, transformers, llama_cpp)
-    run(DecodeFlags(*what, threads, tier, deterministic=deterministic), out)
+    what = (model, tuple(fmt or [None]), tuple(batch or [1, 8]), steps, repeats, transformers, llama_cpp)
+    run(DecodeFlags(*what, threads, tier, deterministic, kt_int8_activations), out)
 
 
 @bench.command()
@@ -206,9 +198,7 @@ def prefill(
         list[str] | None, typer.Option("--format", help="of experts: BF16, INT8, INT4, FP8, MXFP4 (default: INT4)")
     ] = None,
     gpu_share: GpuShare = None,
-    tokens: Annotated[
-        list[int] | None, typer.Option(min=1, help="of a prompt (default: 512, 2048, 8192)")
-    ] = None,
+    tokens: Annotated[list[int] | None, typer.Option(min=1, help="of a prompt (default: 512, 2048, 8192)")] = None,
     layers: Layers = None,
     chunk: Annotated[int, typer.Option(min=1, help="tokens of a step at most")] = 8192,
     threshold: Annotated[
@@ -216,9 +206,7 @@ def prefill(
         typer.Option(min=0, help="rows from which a step brings the CPU's experts (default: where that is faster)"),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="prompts per row; the median counts")] = 3,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="worker threads (default: usable physical cores)")
-    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="worker threads (default: usable physical cores)")] = None,
     tier: Annotated[str, typer.Option(help="kernel tier")] = "auto",
     cached: Annotated[int, typer.Option(min=0, help="tokens before the prompt, which are cached")] = 0,
     way: Annotated[
@@ -244,16 +232,12 @@ def prefill(
 
 @bench.command()
 def serve(
-    model: Annotated[
-        str, typer.Argument(help="model directory, GGUF file, or demo, served for the time")
-    ] = "demo",
+    model: Annotated[str, typer.Argument(help="model directory, GGUF file, or demo, served for the time")] = "demo",
     url: Annotated[
         str | None,
         typer.Option(help="measure this running server instead; any with OpenAI's completions API"),
     ] = None,
-    concurrency: Annotated[
-        list[int] | None, typer.Option(min=1, help="requests in flight (default: 1, 8)")
-    ] = None,
+    concurrency: Annotated[list[int] | None, typer.Option(min=1, help="requests in flight (default: 1, 8)")] = None,
     rate: Annotated[
         list[float] | None, typer.Option(min=0.001, help="requests per second at random times instead")
     ] = None,
@@ -333,9 +317,7 @@ def experts(
     layers: Layers = None,
     context: Context = 1024,
     seed: Annotated[int, typer.Option(min=0, help="of the requests")] = 0,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="worker threads (default: usable physical cores)")
-    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="worker threads (default: usable physical cores)")] = None,
     tier: Annotated[str, typer.Option(help="kernel tier")] = "auto",
     dram_gbps: Annotated[float, typer.Option(min=1, help="cost model: CPU memory")] = 130.0,
     pcie_gbps: Annotated[float, typer.Option(min=1, help="cost model: PCIe")] = 55.0,

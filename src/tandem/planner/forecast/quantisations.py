@@ -15,6 +15,7 @@ from tandem.planner.forecast.compare import ComparedPlan, compared_plan
 KNOWN_FILE = Path(__file__).parents[2] / "data" / "demo_quality.json"
 """{format: {kl, kl_error, same_top}} of the demo model's experts; scripts/quality_table.py writes it."""
 UNROUNDED = ("f32", "f16", "bf16")
+INT8_ACTIVATIONS = " A8"  # behind a format's name in that file: activations are rounded, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +45,20 @@ def compare_quantisations(files: Iterable[tuple[str, int, PlanQuestion]]) -> lis
 
 def known_kl(question: PlanQuestion) -> float | None:
     """KL of the experts as they are stored; None where one of their types was not measured."""
-    figures, total = known_figures(), 0.0
-    shares = question.stored.experts.shares
+    total, shares = 0.0, question.stored.experts.shares
     for name, share in shares:
-        if name in UNROUNDED:
-            continue
-        if name.upper() not in figures:
+        figures = figures_of(name)
+        if figures is None:
             return None
-        total += share * figures[name.upper()]["kl"]
+        total += share * figures["kl"]
     return total if shares else None
+
+
+def figures_of(name: str, int8_activations: bool = False) -> dict[str, float] | None:
+    """{kl, kl_error, same_top} of the demo model with experts in this format; None: not measured."""
+    if name.lower() in UNROUNDED and not int8_activations:
+        return dict.fromkeys(("kl", "kl_error"), 0.0) | {"same_top": 1.0}
+    return known_figures().get(name.upper() + (INT8_ACTIVATIONS if int8_activations else ""))
 
 
 @cache

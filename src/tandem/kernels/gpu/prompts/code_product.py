@@ -1,7 +1,7 @@
 """Each row times its expert's panels, whose codes become operands of tensor cores in registers.
 
 For experts of up to some two hundred rows: unpacking them to bfloat16 takes longer than the product. bfloat16 itself is
-taken as it lies there (`TAKES_PLAIN`), for it would be put in another order. Codes are taken as `mma_source.py` says, so
+taken as it lies there (`TAKES_PLAIN`), for it would be put in another order. Codes are taken as `mma_source.py` says:
 scaled weights are not rounded. A program has a tile of one expert's rows, whose panels its warps divide; rows come
 through shared memory, in chunks. Nothing is asked back from the GPU, nor kept.
 """
