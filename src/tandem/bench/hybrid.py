@@ -43,8 +43,9 @@ from tandem.engine.ranks.joined import gpu_group, gpus_of_first
 from tandem.engine.start.gpu_side import GpuSide, begin_step, expert_stream, gpu_side, registered
 from tandem.engine.start.loader import rank_plan, use_one_torch_thread
 from tandem.engine.state.arrays import allocate
-from tandem.engine.step.batch import SequenceRows, StepShape, host_batch
+from tandem.engine.step.batch import StepShape
 from tandem.engine.step.hooks import StepHooks
+from tandem.engine.step.host_batch import SequenceRows, host_batch
 from tandem.errors import ConfigError
 from tandem.experts.hybrid_store import HybridStore
 from tandem.experts.live.copies import CudaCopies
