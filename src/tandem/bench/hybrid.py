@@ -347,8 +347,8 @@ def _add_repeat(measured: MeasuredSteps, built: Built, steps: Iterator[float]) -
 
 def dram_reader(built: Built) -> DramReader:
     """A reader of the CPU's experts where they lie; of a buffer of its own, where there are none."""
-    layers, pool, tier = built.side.handoff.layers, built.workers, built.plan.tier
-    return DramReader.of(layers, pool, tier) if layers else DramReader(pool, tier)
+    layers, where = built.side.handoff.layers, (built.workers, built.plan.tier)
+    return DramReader.of(layers, *where) if layers else DramReader(*where)
 
 
 def step_times(built: Built, batch: int, request: HybridFlags) -> Iterator[float]:
@@ -367,8 +367,8 @@ def step_times(built: Built, batch: int, request: HybridFlags) -> Iterator[float
 
 def decoder(built: Built, batch: int, context: int) -> Callable[[], None]:
     """One decode step after the other, each fed with the tokens of the last; the position stays."""
-    page, pages = built.plan.page_size, built.plan.num_pages // batch
-    tables = np.arange(batch * pages, dtype=np.int32).reshape(batch, pages)
+    page = built.plan.page_size
+    tables = np.arange(built.plan.num_pages // batch * batch, dtype=np.int32).reshape(batch, -1)
     rows = [
         SequenceRows([i * 7919 % built.config.vocab], context - 1, table[: -(-context // page)], slot=i + 1)
         for i, table in enumerate(tables)
