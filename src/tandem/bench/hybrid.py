@@ -184,8 +184,8 @@ def _decode_rows(
 ) -> Iterator[dict[str, Any]]:
     empty = UsedBytes.now()
     built = build(request, fmt, share)
-    stored = stored_as(built.config, request.dense, experts_of(fmt))
-    memory = memory_columns(planned(built.plan, built.config, stored), UsedBytes.now().since(empty))
+    expected = planned(built.plan, built.config, stored_as(built.config, request.dense, experts_of(fmt)))
+    memory = memory_columns(expected, UsedBytes.now().since(empty))
     keys = _model(request) | {"format": format_name(fmt)}
     yield {"bench": "memory", **keys, "gpu_share": share, **memory}
     reader = dram_reader(built)
@@ -285,8 +285,7 @@ def build(
         )
         side = dataclasses.replace(side, placement=placement, store=whole)
     store = SyntheticStore(side.store, side.handoff, empty, chosen, whole=placement is not None)
-    usage = expert_usage(engine_config, plan, config, side.ops.device, side.placement.gpu_experts)
-    usage = usage if counted else None
+    usage = expert_usage(engine_config, plan, config, side.ops.device, side.placement.gpu_experts) if counted else None
     embedded = FAR if request.prompts or request.eager_prompts else 1.0
     checkpoint: Any = SyntheticCheckpoint(request.dense, experts_of(fmt), embedded)
     model = models.build(config, plan, checkpoint, side.ops, None, store, usage=usage)
