@@ -7,7 +7,8 @@ ten chats one by one, ten, 2, 64 and 256 at once, 128 tokens each. A row says ho
 between two tokens of one answer was at most, which kernels were compiled after the server was ready (its own counter),
 and what the driver loaded (CUPTI, where it can be built). It ends with a start that finds the caches warm.
 
-Kinds: plain; ngram, with drafts; live, experts that follow the traffic; schema, where half of the chats have a schema.
+Kinds: plain; ngram, with drafts; still, experts that do not follow the traffic; schema, where half of the chats have a
+schema.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import httpx
 FLAGS = {
     "plain": [],
     "ngram": ["--speculative-algorithm", "NGRAM"],
-    "live": ["--kt-enable-dynamic-expert-update"],
+    "still": ["--disable-dynamic-expert-update"],
     "schema": [],
 }
 BURSTS = (*[1] * 10, 10, 2, 64, 256)

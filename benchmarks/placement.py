@@ -8,8 +8,8 @@ The policy is the one that serves (`tandem.experts.live.policy`), on any machine
 the rows of an earlier commit, too, and the table compares them. Runs twelve layers of qwen3-512e in int4 in a minute.
 
 With --gpu a model with made-up weights decodes the same traces, strategies in turn: zipf and mild at all shares, the
-others at 30 per cent. Prompts of 512 and 2048 tokens follow, with and without live placement, in turn. Each row is
-printed when it is there, and `--out` is written anew after it.
+others at 30 per cent. Prompts of 512 and 2048 tokens follow, with and without live placement, in turn; not where
+--routing names some. Each row is printed when it is there, and `--out` is written anew after it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from argparse import ArgumentParser
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,13 @@ from tandem.bench.rows import stamp, write
 STEADY = {"exponent": 0.7, "jump": 0.2, "drift": 0.05}
 LAWS = {"mild": traces.Zipf(exponent=0.7), "steady": traces.Zipf(**STEADY)}  # as `kt bench experts` has them
 STRATEGIES = ("uniform", "frequency", "dynamic")
+EVERY = ("zipf", "mild", "steady", "adversarial", "uniform")
 
 
-def rows(layers: int, tokens: int, seed: int, shares: tuple[float, ...]) -> Iterator[dict[str, Any]]:
-    for routing in ("zipf", "mild", "steady", "adversarial", "uniform"):
+def rows(
+    routings: Sequence[str], layers: int, tokens: int, seed: int, shares: tuple[float, ...]
+) -> Iterator[dict[str, Any]]:
+    for routing in routings:
         traces.ROUTINGS.setdefault(routing, LAWS.get(routing))
         request = PlacementFlags("qwen3-512e", routing, shares, STRATEGIES, "INT4", layers, tokens, seed)
         for row in simulated_rows(request):
@@ -45,13 +48,15 @@ def rows(layers: int, tokens: int, seed: int, shares: tuple[float, ...]) -> Iter
             yield row | {"bench": "placement_simulated", "routing_parameters": law} | stamp("none used (simulation)")
 
 
-def measured(layers: int, tokens: int, seed: int, shares: tuple[float, ...]) -> Iterator[dict[str, Any]]:
+def measured(
+    routings: Sequence[str], layers: int, tokens: int, seed: int, shares: tuple[float, ...]
+) -> Iterator[dict[str, Any]]:
     from tandem.bench.architectures import named_config
     from tandem.bench.placement.gpu_rows import measured_rows
     from tandem.bench.placement.request import traffic
 
     config = named_config("qwen3-512e", layers)
-    for routing in ("zipf", "mild", "steady", "adversarial", "uniform"):
+    for routing in routings:
         traces.ROUTINGS.setdefault(routing, LAWS.get(routing))
         some = shares if routing in ("zipf", "mild") else tuple(share for share in shares if share == 0.3) or shares
         request = PlacementFlags("qwen3-512e", routing, some, ("uniform", "dynamic"), "INT4", layers, tokens, seed)
@@ -96,6 +101,7 @@ def table(found: list[dict[str, Any]]) -> Table:
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--routing", nargs="+", choices=EVERY)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=4000)
     parser.add_argument("--seed", type=int, default=11)
@@ -105,11 +111,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a file, or benchmarks/results")
     asked = parser.parse_args()
     torch.set_num_threads(1)
+    sizes = asked.routing or EVERY, asked.layers, asked.tokens, asked.seed, tuple(asked.shares)
     if asked.gpu:
-        sizes = asked.layers, asked.tokens, asked.seed, tuple(asked.shares)
-        keep_each(chain(measured(*sizes), prompts(asked.layers)), asked.out)
+        keep_each(chain(measured(*sizes), () if asked.routing else prompts(asked.layers)), asked.out)
         return
-    found = list(rows(asked.layers, asked.tokens, asked.seed, tuple(asked.shares)))
+    found = list(rows(*sizes))
     found += json.loads(asked.beside.read_text()) if asked.beside else []
     Console(width=200).print(table(found))
     if asked.out is not None:

@@ -107,7 +107,7 @@ def made_up(config: EngineConfig, plan: Plan, rank: int, meeting: Meeting | None
     """Parts of one rank, as `loader.load_rank` makes them from a checkpoint."""
     model, machine, stored = described(config)
     own, model, machine = ranked(config, model, machine, stored, rank)
-    plan = rank_plan(plan, own, machine)
+    plan = rank_plan(plan, own, machine, rank)
     directory, workers = Path(config.model), planned_pool(plan)
     ops = CpuOps(workers, plan.tier, plan.int8_activations, deterministic=plan.deterministic)
     if meeting is not None and plan.gpu is None:

@@ -4,7 +4,8 @@
     python scripts/readme_tables.py --write
 
 Each line takes the newest run that has all of its figures: a shared machine is half as fast on another day, so figures
-of different runs are compared only where a line says so (`apart`).
+of different runs are compared only where a line says so (`apart`). `beside` is a ratio of a run in turns, of fewer
+layers.
 """
 
 from __future__ import annotations
@@ -50,18 +51,18 @@ class Line:
     figure: str
     ours: Mapping[str, Any]
     peers: tuple[Peer, ...] = ()
+    beside: Mapping[str, Any] | None = None  # what a row of llama.cpp in turns must say
 
 
 def _qwen(what: str, share: float) -> Line:
-    peer = Peer("llama.cpp, Q4_K", ("llama.cpp",), {"gpu_share": share, "format": "Q4_K"}, apart=True)
     ours = QWEN | {"gpu_share": share, "format": "int4", "context": 1024}
-    return Line(H200, what, "decode", "tok_s", ours, (peer,))
+    return Line(H200, what, "decode", "tok_s", ours, beside={"gpu_share": share, "what": "decode"})
 
 
 def _prompt(what: str, share: float, tokens: int) -> Line:
     ours = {"config": "qwen3-30b-a3b", "format": "int4", "gpu_share": share, "tokens": tokens}
     ours |= {"cached": 0, "chunk": 8192}
-    return Line(H100, what, "prefill", "tok_s", ours)
+    return Line(H100, what, "prefill", "tok_s", ours, beside={"gpu_share": share, "what": "prompt", "tokens": tokens})
 
 
 def _layer(what: str, fmt: str, tokens: int) -> Line:
@@ -137,6 +138,15 @@ def _figures(here: list[Row], line: Line, peer: Peer) -> Iterator[float]:
     return (figure for run in here if (figure := best(run, line, peer)) is not None)
 
 
+def beside(line: Line, history: list[Row]) -> list[str]:
+    """How many times as fast as llama.cpp in the newest run in turns."""
+    if line.beside is None:
+        return []
+    wanted = {**line.beside, "peer": "llama.cpp", "config": line.ours["config"]}
+    ratios = [row["ratio"] for run in history if run["bench"] == "peers" for row in chosen(run, wanted)]
+    return [f"{ratios[0]:.1f} times as fast as llama.cpp, Q4_0†"] if ratios else []
+
+
 def short(value: float) -> str:
     """Three digits, or all before the point."""
     return f"{value:.0f}" if value >= 99.5 else f"{value:.3g}"
@@ -147,9 +157,8 @@ def table(history: list[Row]) -> str:
     named = ""
     for line in LINES:
         ours, peers = measured(line, history)
-        others = "; ".join(
-            f"{peer.name}{'*' if peer.apart else ''} {short(figure)}" for peer, figure in peers
-        )
+        figures = [f"{peer.name}{'*' if peer.apart else ''} {short(figure)}" for peer, figure in peers]
+        others = "; ".join(figures + beside(line, history))
         machine = "" if line.machine == named else MACHINES[line.machine]
         named = line.machine
         share = f"{ours['share']:.2f}" if "share" in ours else ""

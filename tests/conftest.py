@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,18 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(scheduling.Durations())
     if (folder := config.getoption("--write-faults")) and not hasattr(config, "workerinput"):
         config.pluginmanager.register(fault_table.FaultRows(folder))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """The process that gives tests to others collects none."""
+    with scheduling.collected_is_kept():
+        return (yield)
+
+
+def pytest_unconfigure() -> None:
+    """Or nanobind takes what is kept for leaked."""
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 from collections import Counter
 
 import pytest
@@ -47,3 +48,12 @@ def test_files_that_did_not_run_keep_their_seconds() -> None:
         )  # fmt: skip
         durations.pytest_runtest_logreport(report)
     assert durations.merged({"a": 1, "b": 30, "c": 2, "d": 9}) == {"b": 30, "d": 9, "a": 4}
+
+
+def test_the_collector_does_not_look_at_what_was_collected() -> None:
+    with scheduling.collected_is_kept():
+        assert not gc.isenabled()
+        kept = [[]]
+        kept[0].append(kept)
+    assert gc.isenabled() and gc.get_freeze_count() > 0
+    assert not any(each is kept for each in gc.get_objects())

@@ -178,7 +178,7 @@ def _config(request: ScriptedFlags, model: str, fmt: str, share: float) -> Engin
     if Machine.detect().gpus:
         flags = {
             "device": "cuda", "kt_gpu_experts_ratio": share, "kt_gpu_prefill_token_threshold": 0,
-            "disable_expert_foresight": True,
+            "disable_expert_foresight": True, "disable_dynamic_expert_update": True,
         }  # fmt: skip
     return EngineConfig.from_keywords(
         model, kt_method=fmt, kt_cpuinfer=request.threads, kernel_tier=request.tier,

@@ -11,8 +11,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tandem.backends import Host, ModelExperts, experts_config, model_experts
+from tandem.backends.planning import with_spare_core
 from tandem.errors import ConfigError, DoesNotFit, TandemError
 from tandem.kernels.this_machine import these_cpus
+from tandem.planner.choices.threads import plan_threads
 from tandem.spec.shard import RankShard
 from tiny import TinyModels
 
@@ -114,6 +116,17 @@ def test_a_thread_is_where_the_caller_is(tiny_models: TinyModels) -> None:
     at = experts.plan.cpus[-1]
     assert model_experts.beginning_at(experts.plan, at)[0] == at
     assert sorted(model_experts.beginning_at(experts.plan, at)) == sorted(experts.plan.cpus)
+
+
+def test_a_core_is_left_to_an_engine_on_a_gpu() -> None:
+    """Unless its user says how many threads compute. On a CPU both work in turns, so all cores do."""
+    config, machine = experts_config("m", {}, "bfloat16", WHERE), these_cpus()
+    cores = len(plan_threads(config, machine).cpus)
+    gpu = Host(device=torch.device("cuda", 0))
+    assert with_spare_core(config, machine, gpu).kt_cpuinfer == max(1, cores - 1)
+    assert with_spare_core(config, machine, Host()) is config
+    few = replace(config, kt_cpuinfer=cores)
+    assert with_spare_core(few, machine, gpu) is few
 
 
 @pytest.mark.parametrize(

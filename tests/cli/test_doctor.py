@@ -70,6 +70,8 @@ def test_other_gpus_are_mentioned() -> None:
     assert "idle without --tp" in found["GPU 1"].value and not found["GPU 1"].fix
     found = by_name(hardware(replace(RICH, gpus=(GPU, replace(GPU, number=1, name="L40")))))
     assert "not used: another kind" in found["GPU 1"].value and not found["GPU 1"].fix
+    found = by_name(hardware(replace(RICH, gpus=(GPU, *(replace(GPU, number=i, name="L40") for i in (1, 2))))))
+    assert "idle without --tp" in found["GPU 2"].value
 
 
 def test_packages_that_a_gpu_lacks() -> None:

@@ -8,8 +8,9 @@ import pytest
 
 from plans import GIB, machine
 from tandem.cli.doctor_checks import Finding
-from tandem.cli.doctor_gpus import several_gpus, topology
+from tandem.cli.doctor_gpus import several_gpus
 from tandem.machine.gpus import Gpu, usable_gpus
+from tandem.machine.links import GpuLinks, topology
 from tandem.machine.machine import Machine
 
 UNDERLINED = "\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m"
@@ -77,6 +78,11 @@ def test_links_and_peers_are_named_by_pairs() -> None:
     assert not any(each.fix for each in all_three)
 
 
+def test_links_that_the_machine_has_are_not_asked_for_again() -> None:
+    host = replace(machine(), gpus=GPUS[:2], links=GpuLinks({(0, 1): "PIX"}, {(0, 1): "OK"}))
+    assert values(list(several_gpus(host, lambda *_: "", GPUS)), "GPU links") == ["0-1: a PCIe switch"]
+
+
 def test_a_driver_that_does_not_say_is_no_news() -> None:
     silent = list(several_gpus(replace(machine(), gpus=GPUS), lambda *_: "", GPUS))
     assert [each.name for each in silent] == ["ranks"]
@@ -88,6 +94,7 @@ def test_a_driver_that_does_not_say_is_no_news() -> None:
         (GPUS, "--tp 2: 3 GPUs are equal (NVIDIA H200)"),
         (tuple(replace(GPUS[0], number=i) for i in range(9)), "--tp 2 or 4 or 8: 9 GPUs are equal"),
         ((GPUS[0], replace(GPUS[1], name="NVIDIA L40")), "none: a model is divided among equal GPUs"),
+        ((replace(GPUS[0], name="NVIDIA L4"), *GPUS[1:]), "--tp 2: 2 GPUs are equal (NVIDIA H200)"),
     ],
 )
 def test_how_many_ranks_there_can_be(gpus, says) -> None:

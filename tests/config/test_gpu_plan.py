@@ -337,7 +337,7 @@ def test_experts_move_only_between_two_sides(ratio: float, live: bool, why: str)
     p = plan(with_gpu(), kt_gpu_experts_ratio=ratio, kt_enable_dynamic_expert_update=True)
     assert p.gpu is not None and p.gpu.live == live
     assert why in reason(p, "live placement")
-    still = plan(with_gpu(), kt_gpu_experts_ratio=ratio).gpu
+    still = plan(with_gpu(), kt_gpu_experts_ratio=ratio, disable_dynamic_expert_update=True).gpu
     assert still is not None and not still.live
 
 
@@ -356,6 +356,27 @@ def test_where_nobody_asks_experts_move_where_nothing_speaks_against_it(
     monkeypatch.setattr(live_placement, "WHERE_IT_PAYS", True)
     p = plan(with_gpu(), kt_gpu_experts_ratio=0.5, **flags)
     assert p.gpu is not None and p.gpu.live == live and why in reason(p, "live placement")
+
+
+@pytest.mark.parametrize(
+    ("model", "missing", "live", "why"),
+    [
+        (MODEL, (), True, "where it pays"),
+        (MODEL, ("cuda-core",), False, "the package cuda-core is missing"),
+        (named_config("mixtral-8x7b", 2), (), False, "two of its experts do not fit 96 MiB of GPU memory"),
+    ],
+    ids=["all", "package", "large"],
+)
+def test_what_moving_takes_of_a_gpu_has_to_be_there(
+    monkeypatch: pytest.MonkeyPatch, model: ModelConfig, missing: tuple[str, ...], live: bool, why: str
+) -> None:
+    """Where moving is asked for, no such reason counts."""
+    monkeypatch.setattr(live_placement, "WHERE_IT_PAYS", True)
+    flags: dict[str, object]
+    for flags, moves in (({}, live), ({"kt_enable_dynamic_expert_update": True}, True)):
+        p = plan(with_gpu(64 * GIB, missing), model, kt_gpu_experts_ratio=0.5, **flags)
+        assert p.gpu is not None and p.gpu.live == moves
+        assert flags or why in reason(p, "live placement")
 
 
 def test_a_spare_place_is_nobodys_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:

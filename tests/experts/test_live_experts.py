@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ from torch import Tensor
 from fake_copies import FakeCopies, at_once, piece
 from fake_layers import EXPERTS, ON_GPU, PLENTY, Layer, made
 from tandem import _core
+from tandem.engine.start import gpu_side
+from tandem.errors import EngineError
 from tandem.experts.live.cost import READS_PER_EXCHANGE
 from tandem.experts.live.live_experts import AT_ONCE, GIVE_UP, LiveExperts
 from tandem.experts.live.policy import LivePolicy, PolicySettings
@@ -348,6 +351,48 @@ def test_counts_of_a_step_say_where_experts_were_in_it(waits: bool) -> None:
         experts.beside_step()
         experts.after_step(lambda: waits)
     assert usage.swaps > 10 and (waits or all(asked[1:]))  # counts that a decision wants, too, are asked for once
+
+
+def test_a_step_without_anything_to_do_looks_for_nothing() -> None:
+    """Counted in calm steps: how often counts are asked for, and jobs are looked for. A decision has three such steps:
+    one asks, one looks, one decides."""
+    timed, asked, looked = Timed(0.0), list[int](), list[int]()
+    jobs, ask = timed.experts._jobs, timed.usage.ask
+
+    def noting(times: list[int], action: Any) -> Any:
+        return lambda: times.append(timed.experts.times().steps) or action()  # type: ignore[func-returns-value]
+
+    timed.experts._jobs = noting(looked, jobs)  # type: ignore[method-assign]
+    timed.usage.ask = noting(asked, ask)  # type: ignore[method-assign]
+    timed.steps(3000, moving=False)
+    assert timed.usage.swaps == 0 and timed.experts.times().steps == 3000
+    assert 0 < len(asked) <= 60 and len(looked) <= 3 * len(asked) + 1
+    assert timed.steps(1000).usage.swaps > 0
+
+
+def test_a_missing_package_keeps_experts_where_they_are(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Moving is the default: what it alone needs is no reason to end a start."""
+
+    def missing(device: object) -> None:
+        raise EngineError("moving experts needs cuda-bindings")
+
+    monkeypatch.setattr(gpu_side, "CudaCopies", missing)
+    hybrid = SimpleNamespace(sides=object())
+    side = SimpleNamespace(store=SimpleNamespace(tables=object()), hybrids=[hybrid], ops=SimpleNamespace(device=None))
+    plan = SimpleNamespace(gpu=SimpleNamespace(live=True))
+    assert gpu_side.live_experts(cast(Any, plan), cast(Any, side), Usage()) is None
+    assert "experts stay where they are: moving experts needs cuda-bindings" in caplog.text
+
+
+def test_moving_that_has_failed_costs_no_step_anything() -> None:
+    timed = Timed(0.0)
+    timed.policy.look = None  # type: ignore[method-assign,assignment]
+    timed.steps(20)
+    assert timed.experts.resting
+    timed.experts._jobs = None  # type: ignore[method-assign,assignment]
+    assert timed.steps(20).experts.times().steps == 40
 
 
 def test_what_was_decided_can_be_finished() -> None:

@@ -50,9 +50,16 @@ def test_where_all_experts_are_used(models: ForeignModels, tmp_path: Path, share
     check_logits(path, share)
 
 
-def check_logits(path: Path, share: float) -> None:
+@pytest.mark.parametrize("model_type", ["mellum", "phimoe"])
+def test_experts_that_move_do_not_change_the_logits(models: ForeignModels, model_type: str) -> None:
+    check_logits(models[model_type], 0.5, moving=True)
+
+
+def check_logits(path: Path, share: float, moving: bool = False) -> None:
     exact, theirs = on_the_cpu(path, "float32"), on_the_cpu(path, "bfloat16")
-    ours = Session(path, share, ()).logits(together=True)
+    session = Session(path, share, (), moving=moving)
+    ours = session.logits(together=True)
+    assert (session.usage.swaps > 0) == moving
     allowed = 1.5 * rms(theirs, exact)
     print(f"{path.name} {share:.0%}: {rms(ours, exact):.2e} of {allowed:.2e}")
     assert rms(ours, exact) < allowed

@@ -34,7 +34,7 @@ if AVAILABLE:
     from tandem.kernels.gpu.expert_rows import ExpertActivation
     from tandem.kernels.gpu.ops import GpuOps
     from tandem.kernels.gpu.panels import Panels
-    from tandem.kernels.gpu.prompts import grouped, products, rows
+    from tandem.kernels.gpu.prompts import code_product, grouped, products, rows
     from tandem.kernels.gpu.prompts.code_product import activated, multiplied
     from tandem.kernels.gpu.prompts.order import order
     from tandem.kernels.gpu.prompts.products import ExpertGroup, PromptExperts, parts_of
@@ -71,6 +71,11 @@ def coded(weight: Tensor, fmt: str) -> Tensor | WeightCodes:
     joined = join_nibbles((codes.flatten(1).int() & 15).to(torch.uint8))
     kind = torch.float16 if fmt == "int4 f16" else torch.bfloat16
     return WeightCodes(joined, scales[..., 0].to(kind), "int4", 32, weight.shape[1])
+
+
+def exact(weight: Tensor | WeightCodes) -> Tensor:
+    """Numbers of a matrix as it is packed."""
+    return weight.bfloat16().float() if isinstance(weight, Tensor) else decoded(weight)
 
 
 def routed(tokens: int, hidden: int, choose: Callable[[], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -268,17 +273,20 @@ def test_our_grouped_product(n: int, k: int, mean_rows: float) -> None:
 
 @needs_cuda
 @pytest.mark.parametrize("mean_rows", [4, 30, 100])  # chooses the tile
-@pytest.mark.parametrize("fmt", ["int4 bf16", "int4 f16", "fp8", "mxfp4", "mxfp8", "q8_0"])
+@pytest.mark.parametrize("fmt", ["bf16", "int4 bf16", "int4 f16", "fp8", "mxfp4", "mxfp8", "q8_0"])
 @pytest.mark.parametrize("shape", [(384, 256), (352, 96)])
-def test_products_from_codes(ops: GpuOps, fmt: str, shape: tuple[int, int], mean_rows: float) -> None:
+def test_products_from_codes(
+    ops: GpuOps, monkeypatch: pytest.MonkeyPatch, fmt: str, shape: tuple[int, int], mean_rows: float
+) -> None:
     """Against float64. Numbers of codes are exact, sums float32, and each result is rounded once."""
+    monkeypatch.setattr(code_product, "TAKES_PLAIN", True)
     made = Layer(ops, fmt, *shape)
     layer = made.there
     assert layer.prompts is not None and layer.prompts.codes
     counts = torch.tensor([0, 1, 130, 17, 65])
     rows, ends = int(counts.sum()), counts.cumsum(0).int().to(DEVICE)
     x = torch.randn(rows + 9, shape[0]).bfloat16()
-    numbers = [torch.stack([decoded(expert[i]).double() for expert in made.each[1:]]) for i in range(3)]
+    numbers = [torch.stack([exact(expert[i]).double() for expert in made.each[1:]]) for i in range(3)]
     packed, whose = Packed(layer.pool, layer.stride, 0), torch.arange(5).repeat_interleave(counts)
     between = activated(x.to(DEVICE), packed, layer.gate_up, ends, mean_rows, ExpertActivation(shape[1]), ends)
     got = multiplied(between, packed, layer.gate_up.bytes, layer.down, ends, mean_rows)

@@ -36,7 +36,9 @@ PROMPTS = {"a": [7, 8, 9, 7, 8], "b": [40] * 20}
 
 
 def parts_of(path: Path, share: float, **flags) -> EngineParts:
-    """AMX promises no equal bits: an expert with many rows sums in another order. So it is left out."""
+    """AMX promises no equal bits: an expert with many rows sums in another order. So it is left out, and experts stay
+    where they are unless flags say otherwise."""
+    flags.setdefault("disable_dynamic_expert_update", not flags.get("kt_enable_dynamic_expert_update", False))
     return load_parts(
         EngineConfig.from_keywords(
             str(path), device="cuda", kt_gpu_experts_ratio=share, kt_cpuinfer=2, max_total_tokens=512,

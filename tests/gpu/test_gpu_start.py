@@ -96,7 +96,7 @@ def test_one_packed_cache_serves_every_placement(directories, tmp_path: Path, ca
     """Written with half of the experts on the GPU; read with another share, with none, and with experts that move."""
     cached = SMALL | {"packed_cache": str(tmp_path)}
     places: list[dict[str, object]] = [
-        {"kt_gpu_experts_ratio": 0.5},
+        {"kt_gpu_experts_ratio": 0.5, "disable_dynamic_expert_update": True},
         {"kt_gpu_experts_ratio": 0.5},
         {"kt_gpu_experts_ratio": 0.25, "kt_expert_placement_strategy": "random"},
         {"kt_gpu_experts_ratio": 0.0},

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.engine.step.batch import SequenceRows, host_batch, moved
+from tandem.engine.step.batch import moved
+from tandem.engine.step.host_batch import SequenceRows, host_batch
 from tandem.kernels.step_lengths import NOTED, lengths_of
 from tandem.models.batch import ForwardBatch
 

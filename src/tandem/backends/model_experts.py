@@ -18,7 +18,14 @@ from torch import Tensor
 from tandem.backends.host import CPU, Host
 from tandem.backends.made_up import MadeUpExperts
 from tandem.backends.own_experts import OwnExperts
-from tandem.backends.planning import beginning_at, check_model, experts_plan, share_of, threads_text
+from tandem.backends.planning import (
+    beginning_at,
+    check_model,
+    experts_plan,
+    share_of,
+    threads_text,
+    with_spare_core,
+)
 from tandem.checkpoint import Checkpoint, load_model_config, open_checkpoint, with_experts
 from tandem.engine.start.loader import for_loading, model_directory
 from tandem.engine.start.packed_start import packed_cache
@@ -58,7 +65,9 @@ class ModelExperts:
         if self.gpu_experts and host.device.type != "cuda":
             raise ConfigError("kt_gpu_experts_ratio and kt_num_gpu_experts need a GPU, which this engine has not")
         on_cpu = whole.routed_experts - self.gpu_experts - host.skipped * len(whole.moe_layers)
-        plan = experts_plan(own, self.config, machine, stored, on_cpu)
+        threads = with_spare_core(own, machine, host)
+        self.leaves_core = threads is not own
+        plan = experts_plan(threads, self.config, machine, stored, on_cpu)
         self.plan = replace(plan, cpus=beginning_at(plan, _only_cpu()))
         self.ops = CpuOps(planned_pool(self.plan), self.plan.tier, self.plan.int8_activations)
         self._cache = packed_cache(config, self.plan, self.config, checkpoint, self.ops)

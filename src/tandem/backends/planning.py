@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tandem.backends.host import Host
+from tandem.backends.host import CPU, Host
 from tandem.errors import ConfigError, DoesNotFit
 from tandem.flags.engine_config import EngineConfig
 from tandem.machine.machine import Machine
@@ -35,6 +35,14 @@ def share_of(config: EngineConfig, machine: Machine, host: Host) -> tuple[Engine
     if host.own_cpus:
         return config, replace(machine, available_memory=machine.available_memory // host.shard.ranks)
     return own_side(replace(config, tensor_parallel_size=host.shard.ranks), machine, host.shard.rank)
+
+
+def with_spare_core(config: EngineConfig, machine: Machine, host: Host) -> EngineConfig:
+    """Leaves a core to the engine's own threads, unless `kt_cpuinfer` says how many are ours. Beside a GPU both work at
+    the same time: a step whose kernels are given late waits for as long, on every layer in piecewise graphs."""
+    if config.kt_cpuinfer is not None or host.device.type == CPU.type:
+        return config
+    return replace(config, kt_cpuinfer=max(1, len(plan_threads(config, machine).cpus) - 1))
 
 
 def experts_plan(

@@ -124,6 +124,7 @@ def _own_rows(request: DecodeFlags, fmt: str | None, tell: Callable[[str], None]
         kt_int8_activations=request.int8_activations,
         kernel_tier=request.tier,
         enable_deterministic_inference=request.deterministic,
+        disable_dynamic_expert_update=True,  # batches and repeats are of one placement
         max_running_requests=max(request.batches),
     )
     tell(f"loading {request.model}" + (f" with {fmt} experts" if fmt else ""))

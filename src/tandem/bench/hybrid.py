@@ -39,12 +39,13 @@ from tandem.bench.synthetic import FAR, SyntheticCheckpoint, SyntheticStore
 from tandem.engine.expert_statistics import expert_usage
 from tandem.engine.gpu_runner import GpuRunner
 from tandem.engine.graphs.inputs import GraphPlan
-from tandem.engine.ranks.joined import gpu_group
+from tandem.engine.ranks.joined import gpu_group, gpus_of_first
 from tandem.engine.start.gpu_side import GpuSide, begin_step, expert_stream, gpu_side, registered
 from tandem.engine.start.loader import rank_plan, use_one_torch_thread
 from tandem.engine.state.arrays import allocate
-from tandem.engine.step.batch import SequenceRows, StepShape, host_batch
+from tandem.engine.step.batch import StepShape
 from tandem.engine.step.hooks import StepHooks
+from tandem.engine.step.host_batch import SequenceRows, host_batch
 from tandem.errors import ConfigError
 from tandem.experts.hybrid_store import HybridStore
 from tandem.experts.live.copies import CudaCopies
@@ -183,8 +184,8 @@ def _decode_rows(
 ) -> Iterator[dict[str, Any]]:
     empty = UsedBytes.now()
     built = build(request, fmt, share)
-    stored = stored_as(built.config, request.dense, experts_of(fmt))
-    memory = memory_columns(planned(built.plan, built.config, stored), UsedBytes.now().since(empty))
+    expected = planned(built.plan, built.config, stored_as(built.config, request.dense, experts_of(fmt)))
+    memory = memory_columns(expected, UsedBytes.now().since(empty))
     keys = _model(request) | {"format": format_name(fmt)}
     yield {"bench": "memory", **keys, "gpu_share": share, **memory}
     reader = dram_reader(built)
@@ -272,7 +273,7 @@ def build(
     plan = resolve(engine_config, config, machine, stored)
     if meeting is not None:
         own, config, machine = ranked(engine_config, config, machine, stored, meeting.rank)
-        plan = rank_plan(plan, own, machine)
+        plan = rank_plan(gpus_of_first(plan, meeting), own, machine, meeting.rank)
     plan = dataclasses.replace(plan, num_window_pages=0)  # `decoder` gives all layers one table
     workers = planned_pool(plan)
     side = gpu_side(plan, config, CpuOps(workers, plan.tier, deterministic=plan.deterministic))
@@ -284,8 +285,7 @@ def build(
         )
         side = dataclasses.replace(side, placement=placement, store=whole)
     store = SyntheticStore(side.store, side.handoff, empty, chosen, whole=placement is not None)
-    usage = expert_usage(engine_config, plan, config, side.ops.device, side.placement.gpu_experts)
-    usage = usage if counted else None
+    usage = expert_usage(engine_config, plan, config, side.ops.device, side.placement.gpu_experts) if counted else None
     embedded = FAR if request.prompts or request.eager_prompts else 1.0
     checkpoint: Any = SyntheticCheckpoint(request.dense, experts_of(fmt), embedded)
     model = models.build(config, plan, checkpoint, side.ops, None, store, usage=usage)
@@ -346,8 +346,8 @@ def _add_repeat(measured: MeasuredSteps, built: Built, steps: Iterator[float]) -
 
 def dram_reader(built: Built) -> DramReader:
     """A reader of the CPU's experts where they lie; of a buffer of its own, where there are none."""
-    layers, pool, tier = built.side.handoff.layers, built.workers, built.plan.tier
-    return DramReader.of(layers, pool, tier) if layers else DramReader(pool, tier)
+    layers, where = built.side.handoff.layers, (built.workers, built.plan.tier)
+    return DramReader.of(layers, *where) if layers else DramReader(*where)
 
 
 def step_times(built: Built, batch: int, request: HybridFlags) -> Iterator[float]:
@@ -366,8 +366,8 @@ def step_times(built: Built, batch: int, request: HybridFlags) -> Iterator[float
 
 def decoder(built: Built, batch: int, context: int) -> Callable[[], None]:
     """One decode step after the other, each fed with the tokens of the last; the position stays."""
-    page, pages = built.plan.page_size, built.plan.num_pages // batch
-    tables = np.arange(batch * pages, dtype=np.int32).reshape(batch, pages)
+    page = built.plan.page_size
+    tables = np.arange(built.plan.num_pages // batch * batch, dtype=np.int32).reshape(batch, -1)
     rows = [
         SequenceRows([i * 7919 % built.config.vocab], context - 1, table[: -(-context // page)], slot=i + 1)
         for i, table in enumerate(tables)

@@ -29,7 +29,7 @@ from tandem.bench.rows import machine_name, say, stamp
 from tandem.bench.stored import format_name
 from tandem.engine.start.gpu_side import GpuSide, live_experts
 from tandem.engine.start.loader import use_one_torch_thread
-from tandem.engine.step.batch import SequenceRows, host_batch
+from tandem.engine.step.host_batch import SequenceRows, host_batch
 from tandem.errors import ConfigError
 from tandem.experts.live.copies import CudaCopies
 from tandem.experts.live.live_experts import LiveExperts

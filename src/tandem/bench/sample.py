@@ -280,7 +280,7 @@ def _small_plan(question: PlanQuestion, plan: Plan, model: ModelConfig, tokens: 
         max_total_tokens=tokens + question.config.page_size, max_running_requests=1, kt_num_gpu_experts=None,
         kt_gpu_experts_ratio=share, packed_cache=None, map_experts="never", disable_radix_cache=True,
         kt_expert_placement_strategy="uniform", init_expert_location="trivial",
-        kt_enable_dynamic_expert_update=False, speculative_algorithm=None,
+        kt_enable_dynamic_expert_update=False, disable_dynamic_expert_update=True, speculative_algorithm=None,
         device="cpu" if plan.gpu is None else "cuda",
     )  # fmt: skip
     small = resolve(config, model, question.machine, stored_as(model, dense, experts))

@@ -138,7 +138,7 @@ def _gpus(machine: Machine) -> Iterator[Finding]:
         elif gpu.free_bytes < gpu.memory_bytes // 2:
             yield Finding(name, value, "other programs hold most of its memory", "nvidia-smi (then end them)")
         elif place:
-            equal = equals(gpu, machine.gpus[0])
+            equal = sum(equals(gpu, other) for other in machine.gpus) > 1
             yield Finding(name, f"{value}; {'idle without --tp' if equal else 'not used: another kind than the first'}")
         else:
             yield Finding(name, value)

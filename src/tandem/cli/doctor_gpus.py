@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from itertools import combinations
 
 from tandem.cli.doctor_checks import Finding
 from tandem.flags.env import visible_gpus
-from tandem.machine.gpus import Gpu, ask_nvidia_smi, equals, present_gpus
+from tandem.machine.gpus import Gpu, ask_nvidia_smi, most_equal, present_gpus
+from tandem.machine.links import Ask, GpuLinks, Pair, gpu_links
 from tandem.machine.machine import Machine
-
-Ask = Callable[..., str]
-Pair = tuple[int, int]
 
 WAYS = {
     "PIX": "a PCIe switch", "PXB": "PCIe switches", "PHB": "PCIe through the CPU",
@@ -21,7 +19,6 @@ WAYS = {
 PEER_STATES = {
     "CNS": "the chipset cannot", "GNS": "the GPUs cannot", "TNS": "the topology cannot", "NS": "not supported",
 }  # fmt: skip
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _DIVIDED = "--query-gpu=index,mig.mode.current"
 
 
@@ -35,21 +32,9 @@ def several_gpus(
         return
     yield _ranks(machine.gpus)
     pairs = [*combinations(sorted(gpu.number for gpu in machine.gpus), 2)]
-    yield from _links(pairs, topology(ask("topo", "-m")))
-    yield from _peers(pairs, topology(ask("topo", "-p2p", "r")))
-
-
-def topology(text: str) -> dict[Pair, str]:
-    """The word of each pair of GPUs in nvidia-smi's matrix."""
-    lines = [_COLOURS.sub("", line).split() for line in text.splitlines()]
-    header = next((words for words in lines if words[:1] == ["GPU0"] and "X" not in words), [])
-    columns = [int(word[3:]) for word in header if re.fullmatch(r"GPU\d+", word)]
-    words_of: dict[Pair, str] = {}
-    for words in lines:
-        if len(words) > len(columns) and re.fullmatch(r"GPU\d+", words[0]) and words != header:
-            row = int(words[0][3:])
-            words_of |= {(row, column): word for column, word in zip(columns, words[1:], strict=False)}
-    return words_of
+    links = machine.links if machine.links != GpuLinks() else gpu_links(ask)
+    yield from _links(pairs, links.ways)
+    yield from _peers(pairs, links.peers)
 
 
 def _hidden(machine: Machine, present: tuple[Gpu, ...]) -> Iterator[Finding]:
@@ -73,7 +58,7 @@ def _divided(ask: Ask) -> Iterator[Finding]:
 
 
 def _ranks(gpus: tuple[Gpu, ...]) -> Finding:
-    equal = [gpu for gpu in gpus if equals(gpu, gpus[0])]
+    equal = most_equal(gpus)
     numbers = [str(ranks) for ranks in (2, 4, 8) if ranks <= len(equal)]
     if not numbers:
         names = ", ".join(dict.fromkeys(gpu.name for gpu in gpus))
@@ -81,7 +66,7 @@ def _ranks(gpus: tuple[Gpu, ...]) -> Finding:
     return Finding("ranks", f"--tp {' or '.join(numbers)}: {len(equal)} GPUs are equal ({equal[0].name})")
 
 
-def _links(pairs: list[Pair], words: dict[Pair, str]) -> Iterator[Finding]:
+def _links(pairs: list[Pair], words: Mapping[Pair, str]) -> Iterator[Finding]:
     by_way: dict[str, list[str]] = {}
     for one, other in pairs:
         if word := words.get((one, other)):
@@ -95,7 +80,7 @@ def _way(word: str) -> str:
     return f"NVLink, {links[1]} links" if links else WAYS.get(word, word)
 
 
-def _peers(pairs: list[Pair], words: dict[Pair, str]) -> Iterator[Finding]:
+def _peers(pairs: list[Pair], words: Mapping[Pair, str]) -> Iterator[Finding]:
     """Findings on GPUs that write into each other's memory. Where they cannot, a slower way is used."""
     states = {pair: words[pair] for pair in pairs if pair in words}
     lacking = {pair: state for pair, state in states.items() if state != "OK"}

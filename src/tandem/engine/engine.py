@@ -46,6 +46,7 @@ from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.free_memory import return_free_memory
 from tandem.kernels.kernel_loads import kernel_loads
 from tandem.kernels.unread_rows import unread_rows
+from tandem.machine.gpu_locks import gpu_locks
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +77,8 @@ class Engine:
         """Loads a model. Raises ConfigError or CheckpointError."""
         from tandem.engine.start.loader import load_parts  # the kernels are loaded only for a real model
 
-        self._assemble(load_parts(config))
+        with gpu_locks(config.model) as locks:
+            self._assemble(load_parts(config, locks=locks))
 
     @classmethod
     def from_parts(cls, parts: EngineParts) -> Engine:

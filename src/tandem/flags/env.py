@@ -33,6 +33,12 @@ def _home() -> Path:
         return Path(tempfile.gettempdir())
 
 
+def lock_dir() -> Path:
+    """Where this user's servers see which GPUs are being filled: below /tmp, which a service and a shell share, not in
+    XDG_RUNTIME_DIR, which a service does not have."""
+    return Path(tempfile.gettempdir(), f"tandem-{os.getuid()}")
+
+
 def recorder_dir() -> Path:
     """Where expert statistics are written unless a flag says so, as in SGLang."""
     chosen = os.environ.get("SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR")

@@ -14,6 +14,7 @@ MMA_CODES = ("int8", "int4", "fp8", "fp4")  # that few rows take to tensor cores
 MMA_SCALES = ("f32", "bf16", "f16", "e8m0")
 MMA_GROUPS = (0, 32, 64, 128, 256)  # k per scale; 0: one per row
 MMA_STEP = 32  # k of two mma
+PLAIN_CODES = "bf16"  # that is no code, and that some rows of an expert take to tensor cores as it is
 
 PACKED_KINDS = {
     "int8": ("int8", ""), "int4": ("int4", ""), "fp8": ("fp8", ""),
@@ -60,3 +61,8 @@ def takes_tensor_cores(codes: str, scale: str, group: int, depth: int, padded_de
     """Whether there is code for few rows of such panels: whole groups of 32 k, rows of x in units of 16 bytes."""
     known = codes in MMA_CODES and scale in MMA_SCALES
     return known and group in MMA_GROUPS and padded_depth % MMA_STEP == depth % 8 == 0
+
+
+def is_plain_steps(codes: str, depth: int, padded_depth: int) -> bool:
+    """Whether panels are bfloat16 without scales, in whole steps, rows of x in units of 16 bytes."""
+    return codes == PLAIN_CODES and padded_depth % MMA_STEP == depth % 8 == 0

@@ -10,8 +10,22 @@ from dataclasses import dataclass
 from tandem.flags.env import visible_gpus
 
 LEAST_CAPABILITY = (8, 0)  # Ampere: the kernels multiply bfloat16
+MOST_HELD = 0.2  # of a GPU's memory: one of which other programs hold more is left to them
 MIB = 1 << 20
 _FIELDS = "index,uuid,name,memory.total,memory.free,pcie.link.gen.max,pcie.link.width.max,compute_cap,mig.mode.current"
+
+
+@dataclass(frozen=True, slots=True)
+class GpuHolder:
+    """Another process that is about to take memory of a GPU. left_bytes: that it will leave; 0: unknown."""
+
+    pid: int = 0  # 0: unknown
+    model: str = ""
+    left_bytes: int = 0
+
+    @property
+    def text(self) -> str:
+        return f"process {self.pid}, which loads {self.model}" if self.pid else "another server that starts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +40,13 @@ class Gpu:
     uuid: str = ""  # "GPU-…"; "": unknown
     capability: tuple[int, int] | None = None  # compute capability; None: unknown
     divided: bool = False  # in MIG mode: these are the whole GPU's sizes, and CUDA gives an instance of it
+    holder: GpuHolder | None = None  # who is about to fill it; None: nobody that is known
+    no_nvlink: bool = False  # between the ranks' GPUs, of which it is one, whatever is sold under its name
+
+    @property
+    def room(self) -> int:
+        """Bytes that are free once its holder has taken what it plans."""
+        return self.free_bytes if self.holder is None else min(self.free_bytes, self.holder.left_bytes)
 
 
 def may_have_gpus() -> bool:
@@ -48,7 +69,7 @@ def usable_gpus(present: Iterable[Gpu], chosen: str | None) -> tuple[Gpu, ...]:
     is not ends the list. None: all of them, the one with the most free memory (in GiB) first."""
     present = tuple(present)
     if chosen is None:
-        return tuple(sorted(present, key=lambda gpu: -(gpu.free_bytes >> 30)))
+        return emptiest_first(present)
     gpus: list[Gpu] = []
     for word in chosen.split(","):
         gpu = _named(present, word.strip())
@@ -56,6 +77,11 @@ def usable_gpus(present: Iterable[Gpu], chosen: str | None) -> tuple[Gpu, ...]:
             break
         gpus.append(gpu)
     return tuple(dict.fromkeys(gpus))
+
+
+def emptiest_first(gpus: Iterable[Gpu]) -> tuple[Gpu, ...]:
+    """By their room in GiB; equal ones stay as they are."""
+    return tuple(sorted(gpus, key=lambda gpu: -(gpu.room >> 30)))
 
 
 def _named(present: tuple[Gpu, ...], word: str) -> Gpu | None:
@@ -102,9 +128,27 @@ def is_new_enough(gpu: Gpu) -> bool:
     return gpu.capability is None or gpu.capability >= LEAST_CAPABILITY
 
 
+def is_free(gpu: Gpu) -> bool:
+    """True if a GPU is not in MIG mode, and other programs hold at most MOST_HELD of its memory, or will."""
+    return not gpu.divided and gpu.room >= (1 - MOST_HELD) * gpu.memory_bytes
+
+
 def equals(one: Gpu, other: Gpu) -> bool:
     """Whether both compute the same bits in the same time."""
     return (one.name, one.capability) == (other.name, other.capability)
+
+
+def kinds_of(gpus: Iterable[Gpu]) -> list[tuple[Gpu, ...]]:
+    """Equal ones together, in the order of their first."""
+    kinds: dict[tuple[str, tuple[int, int] | None], list[Gpu]] = {}
+    for gpu in gpus:
+        kinds.setdefault((gpu.name, gpu.capability), []).append(gpu)
+    return [tuple(kind) for kind in kinds.values()]
+
+
+def most_equal(gpus: Iterable[Gpu]) -> tuple[Gpu, ...]:
+    """The most that equal each other, the first of several such kinds; (): there is no GPU."""
+    return max(kinds_of(gpus), key=len, default=())
 
 
 def too_old(gpu: Gpu) -> str:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 
+from tandem.flags.env import visible_gpus
 from tandem.machine.cgroup import read_cgroup_limits
-from tandem.machine.gpus import Gpu, detect_gpus
+from tandem.machine.gpus import Gpu, GpuHolder, detect_gpus, emptiest_first
+from tandem.machine.links import GpuLinks, gpu_links
 from tandem.machine.numa_binding import mbind_error
 
 _TIER_FEATURES = {
@@ -46,6 +48,7 @@ class Machine:
     available_memory: int  # what can be taken without swapping
     cpu_quota: float | None = None  # CPUs' worth of time of the control group; None: no limit
     gpus: tuple[Gpu, ...] = ()  # the one to take first
+    links: GpuLinks = field(default_factory=GpuLinks)  # between them
     no_gpu: str = "no GPU was found"  # why, where there are none
     gpu_missing: tuple[str, ...] = ()  # packages that a GPU needs and that are not installed
     torch: str = ""  # its version; "": not known
@@ -108,7 +111,16 @@ class Machine:
     def with_gpus(self) -> Machine:
         """Asks nvidia-smi, which may take longer than everything else here."""
         gpus, no_gpu = detect_gpus()
-        return replace(self, gpus=gpus, no_gpu=no_gpu)
+        links = gpu_links() if len(gpus) > 1 else GpuLinks()
+        return replace(self, gpus=gpus, no_gpu=no_gpu, links=links)
+
+    def with_holders(self, holders: Mapping[str, GpuHolder], counted: bool) -> Machine:
+        """holders: of GPUs, by UUID. Those come after emptier ones, unless CUDA_VISIBLE_DEVICES gives the order.
+        counted: what they are about to take is not free."""
+        gpus = tuple(replace(gpu, holder=holders.get(gpu.uuid)) for gpu in self.gpus)
+        if visible_gpus() is None:
+            gpus = emptiest_first(gpus)
+        return replace(self, gpus=tuple(replace(gpu, free_bytes=gpu.room) for gpu in gpus) if counted else gpus)
 
     @classmethod
     def detect(cls, root: Path = Path("/"), affinity: Iterable[int] | None = None) -> Machine:

@@ -82,6 +82,8 @@ class GpuPlan:
     patience_seconds: float  # that a kernel waits for the CPU's experts
     live: bool = False  # experts move while serving
     uuid: str = ""  # "": any GPU
+    rank_uuids: tuple[str, ...] = ()  # of every rank's GPU; (): there is one rank
+    no_nvlink: bool = False  # between these, as the machine says
     attention: str = "triton"  # whose kernels compute it: or "torch", "flashinfer"
     foresight: bool = True  # in small batches the CPU prefetches the next layer's probable experts
     stream_from: int | None = 0  # rows of a step that brings the CPU's experts; 0: never, None: where that is faster

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from tandem.errors import ConfigError, DoesNotFit
 from tandem.flags.engine_config import EngineConfig
 from tandem.flags.ways import way_is_open
-from tandem.machine.gpus import Gpu, equals, is_new_enough
+from tandem.machine.gpus import Gpu, is_free, is_new_enough, most_equal
 from tandem.machine.machine import Machine
 from tandem.planner.choices.cached import cached_as
 from tandem.planner.choices.decision import Decision
@@ -20,7 +20,7 @@ from tandem.planner.forecast.advice import LEAST_KEPT, RANKS, PlanQuestion, both
 from tandem.planner.forecast.machine_spec import MachineWish, wished_speeds
 from tandem.planner.forecast.prediction import SUMS, WIDTH, WORTH, Case, Prediction, Range, predict
 from tandem.planner.forecast.speeds import ASSUMED
-from tandem.planner.forecast.sums import lane_of
+from tandem.planner.forecast.sums import gpu_lane
 from tandem.planner.notices import HOW_FAST
 from tandem.planner.plan import Plan
 from tandem.planner.ranks.ranked import gpu_of_rank
@@ -37,7 +37,6 @@ LEAST_GAIN, LEAST_GAIN_WHOLE = WORTH, WIDTH
 # take twice as long, where their time was not measured.
 RAM_GBPS = 60.0, 400.0
 BATCHES = 1, 8
-MOST_HELD = 0.2  # of a GPU's memory: one of which other programs hold more is left to them
 # Flags that ranks or stages refuse, or some of them: what they cost is said.
 REFUSED_FLAGS = (
     "speculative_algorithm", "kt_enable_dynamic_expert_update", "kt_max_deferred_experts_per_token",
@@ -148,10 +147,11 @@ class WayQuestion:
         """Raises ConfigError."""
         config = way.config(self.config)
         plan = resolve(config, self.model, self.machine, self.stored)
-        model, speeds = cached_as(config, self.model), wished_speeds(MachineWish(), self.machine, None)
+        machine = self.machine if way.gpus == 1 else replace(self.machine, gpus=tuple(way.used(self.machine)))
+        model, speeds = cached_as(config, self.model), wished_speeds(MachineWish(), machine, None)
         each = (speeds.having(ASSUMED, dram_gbps=gbps) for gbps in RAM_GBPS)
         forecasts = [predict(Case.of_plan(model, self.stored, plan, speeds), BATCHES) for speeds in each]
-        if plan.gpu is not None and way.ranks > 1 and lane_of(plan.gpu.name, way.ranks, speeds.pcie_gbps).estimated:
+        if plan.gpu is not None and way.ranks > 1 and gpu_lane(plan.gpu, way.ranks, speeds.pcie_gbps).estimated:
             forecasts = list(map(_doubted, forecasts))
         return WayPlan(way, plan, tuple(forecasts))
 
@@ -159,7 +159,7 @@ class WayQuestion:
         """That can be planned on GPUs which nobody else uses, the fewest GPUs first. failed: flags of those that did
         not start."""
         for way in possible_ways(self.machine):
-            if way.flag in failed or not all(map(_is_free, way.used(self.machine))):
+            if way.flag in failed or not all(map(is_free, way.used(self.machine))):
                 continue
             try:
                 planned = self.planned(way)
@@ -235,17 +235,12 @@ def several_usable(machine: Machine) -> bool:
 def possible_ways(machine: Machine) -> Iterator[Way]:
     """Over more than one GPU, the fewest first; whether a model can be divided so is not looked at."""
     gpus = list(filter(is_new_enough, machine.gpus))
-    equal = sum(equals(gpu, gpus[0]) for gpu in gpus)
+    equal = len(most_equal(gpus))
     for count in sorted({*RANKS, len(gpus)}):
         if count in RANKS and count <= equal:
             yield Way(ranks=count)
         if count <= len(gpus):
             yield Way(stages=count)
-
-
-def _is_free(gpu: Gpu) -> bool:
-    """True if a GPU is not in MIG mode, and other programs hold at most MOST_HELD of its memory."""
-    return not gpu.divided and gpu.free_bytes >= (1 - MOST_HELD) * gpu.memory_bytes
 
 
 def _best(ways: list[WayPlan]) -> WayPlan | None:

@@ -14,7 +14,8 @@ from torch import Tensor
 from tandem import _core
 from tandem.checkpoint import load_model_config, open_checkpoint
 from tandem.engine.state.arrays import allocate
-from tandem.engine.step.batch import SequenceRows, host_batch, moved
+from tandem.engine.step.batch import moved
+from tandem.engine.step.host_batch import SequenceRows, host_batch
 from tandem.errors import ConfigError
 from tandem.experts import RoutedExperts
 from tandem.experts.deferral import Deferral, DeferredExperts, DeferredSum, who_defers

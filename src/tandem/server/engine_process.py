@@ -41,6 +41,7 @@ from tandem.errors import (
     TandemError,
 )
 from tandem.flags.engine_config import EngineConfig
+from tandem.machine.gpu_locks import gpu_locks
 from tandem.planner.memory import gib
 from tandem.planner.plan import Plan
 from tandem.process.children import signal_at_end_of
@@ -123,20 +124,21 @@ def load_engine(
 
     watch_triton()
     path = resolve_model(config.model)
-    way = chosen_way(config, failed)
-    config = way.choice.config
-    if way.choice.decision is not None:
-        sizes = config.tensor_parallel_size, config.pipeline_parallel_size
-        tell(WayChosen(ranks=sizes[0], stages=sizes[1], flag=way.choice.decision.value))
-    endpoint = ranks if config.tensor_parallel_size > 1 else ""
-    with LoadProgress() as progress, leading(endpoint, config.tensor_parallel_size) as leader:
-        parts = load_parts(config, progress, lambda plan: print_plan(plan, config.notices()), leader, way)
-        engine = Engine.from_parts(parts)
-    take_cpus(parts)
-    keep_free_memory()
-    if not config.skip_server_warmup:
-        warm_up(engine, engine.model_config.vocab)
-        warm_gpu(engine, parts)
+    with gpu_locks(config.model) as locks:  # until all memory is taken
+        way = chosen_way(config, failed, locks)
+        config = way.choice.config
+        if way.choice.decision is not None:
+            sizes = config.tensor_parallel_size, config.pipeline_parallel_size
+            tell(WayChosen(ranks=sizes[0], stages=sizes[1], flag=way.choice.decision.value))
+        endpoint = ranks if config.tensor_parallel_size > 1 else ""
+        with LoadProgress() as progress, leading(endpoint, config.tensor_parallel_size) as leader:
+            parts = load_parts(config, progress, lambda plan: print_plan(plan, config.notices()), leader, way, locks)
+            engine = Engine.from_parts(parts)
+        take_cpus(parts)
+        keep_free_memory()
+        if not config.skip_server_warmup:
+            warm_up(engine, engine.model_config.vocab)
+            warm_gpu(engine, parts)
     kernel_loads.ready()
     model = engine.model_config
     defaults = sampling_defaults(config, path)

@@ -34,6 +34,9 @@ LEAST_ROW_BYTES, MOST_ROW_BYTES = 512 << 20, 1536 << 20  # two kinds of rows: be
 ROW_SHARE = 48  # ... of the GPU's memory. Each piece of rows reads all experts again
 CODES_PAIRS = 192  # (token, expert) pairs of an expert, on average, up to which its codes are not unpacked
 
+EXCHANGE_BYTES = 96 << 20
+"""For experts on their way to slots, while placement follows use: two of them at least."""
+
 MOST_SHARED_SECONDS = 0.4
 """Seconds of the longest step in which all experts travel, for which rows that decode wait.
 

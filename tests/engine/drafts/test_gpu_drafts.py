@@ -123,15 +123,17 @@ def test_right_guesses_save_steps(taught: Drafted, drafts_there: bool, monkeypat
     """With its experts on either side; in preemptions, too; and with experts that move."""
     if not drafts_there:
         monkeypatch.setattr(sizing, "_draft_bytes", lambda request, room: 0)
-    for flags in ({}, {"max_total_tokens": 80}, {"kt_enable_dynamic_expert_update": True}):
+    still = {"disable_dynamic_expert_update": True}
+    for flags in (still, still | {"max_total_tokens": 80}, {"kt_enable_dynamic_expert_update": True}):
         parts = parts_of(taught.path, 0.5, **flags)
+        assert parts.plan.gpu.live == ("kt_enable_dynamic_expert_update" in flags)
         assert parts.plan.gpu.sizes.draft_experts == drafts_there
         plain, engine = of_one_graph(parts, speculative=False), of_one_graph(parts)
         expected, got = ({key: token_ids(outputs) for key, outputs in run(each, *asks()).items()}
                          for each in (plain, engine))  # fmt: skip
         said = engine.stats().speculation
         print(f"{flags}: {said.right_guesses} of {said.guesses} right, {said.steps} steps")
-        assert got == expected or flags.get("kt_enable_dynamic_expert_update")
+        assert got == expected or parts.plan.gpu.live
         assert said.right_guesses > said.guess_steps  # more than one of three
         check_pages(engine)
 

@@ -19,7 +19,7 @@ from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
 from tandem.engine.graphs.prefill_graphs import SEQUENCES, ChunkInputs
 from tandem.engine.sequence import Chunk
 from tandem.engine.speculation.draft_batch import DraftRows, batch_of
-from tandem.engine.step.batch import BatchArrays, moved
+from tandem.engine.step.batch import MANY_SINGLE, BatchArrays, moved
 from tandem.models import ForwardBatch
 from tandem.planner.host_memory import graph_input_bytes
 
@@ -166,7 +166,8 @@ def steps(seed: int, draft_tokens: bool) -> list[list[Chunk]]:
         prompts = random.integers(2, 17, int(random.integers(0 if decoding else 1, 3))).tolist()
         chunks = [chunk_of(random, 1, drafts) for drafts in draws] + [chunk_of(random, length) for length in prompts]
         found += [chunks] * int(random.integers(1, 3))
-    return found
+    many = [[chunk_of(random, 1) for _ in range(count)] for count in (MANY_SINGLE - 1, MANY_SINGLE, 30)]
+    return found + many
 
 
 def same(one: ForwardBatch, other: ForwardBatch) -> None:

@@ -28,6 +28,7 @@ from tandem.spec.norm import Norm
 
 GPUS = (80, 86, 89, 90, 100, 120)
 KINDS = [Kind(*each) for each in product(MMA_CODES, MMA_SCALES, (False, True))]
+PLAIN = Kind("bf16", "none", False)
 ONE_OF_EACH = [
     Kind("int4", "f32", True),
     Kind("int8", "bf16", False),
@@ -107,6 +108,13 @@ def test_every_kind_of_codes_compiles(kind: Kind, program: str) -> None:
 def test_every_card_has_machine_code(gpu: int) -> None:
     for source in one_of_each_source(ONE_OF_EACH[GPUS.index(gpu) % len(ONE_OF_EACH)]):
         assert compile_log(source, gpu) == ""
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_a_product_of_plain_numbers_compiles(gpu: int) -> None:
+    few = code_product.ProductTiling(16, 2, 8, 4, 4)
+    for blocks, ending in ((few, None), (few, SILU), (MANY, SILU)):
+        assert compile_log(code_product.source(PLAIN, blocks, 1, ending), gpu) == ""
 
 
 @pytest.mark.parametrize("gpu", GPUS)

@@ -15,7 +15,7 @@ if "tandem.server.engine_process" in sys.orig_argv:
     from tandem.flags.ways import way_is_open
     from tandem.planner.choices.decision import Decision
     from tandem.planner.ways import Way, WayChoice
-    def chosen_way(config, failed=()):
+    def chosen_way(config, failed=(), locks=None):
         if not way_is_open(config):
             return loader.ChosenWay(WayChoice(config))
         way, said = (Way(), "one GPU") if "--tp 2" in failed else (Way(ranks=2), "--tp 2")

@@ -43,7 +43,8 @@ class VllmModelLayers:
             dummy = self.config.load_config.load_format == "dummy"
             host = Host(shard, _device(), max(rows, graphs), graphs, self._cpus, own, loads, made_up=dummy)
             self._model = ModelExperts(engine_config(self.config), host)
-            _log.info("experts: %s; vLLM's own threads may have the same CPUs", self._model.text())
+            shared = "a core is left to" if self._model.leaves_core else "the same CPUs may run"
+            _log.info("experts: %s; %s vLLM's own threads", self._model.text(), shared)
         return self._model.layer(number)
 
 

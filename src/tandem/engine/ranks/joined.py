@@ -1,7 +1,8 @@
-"""The group that a rank joins: on the CPU, or on its GPU."""
+"""The group that a rank joins: on the CPU, or on its GPU; and the GPUs of all."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from tandem.kernels.ranks.group import Group
 from tandem.kernels.ranks.meeting import Meeting
 from tandem.kernels.ranks.shm import ShmGroup
+from tandem.planner.plan import Plan
 
 if TYPE_CHECKING:
     from tandem.kernels.gpu.ranks.gpu_group import GpuGroup
@@ -26,3 +28,11 @@ def gpu_group(meeting: Meeting, device: torch.device) -> GpuGroup:
     from tandem.kernels.gpu.ranks.gpu_group import GpuGroup  # Triton's packages are there only where a GPU is
 
     return GpuGroup(meeting, device)
+
+
+def gpus_of_first(plan: Plan, meeting: Meeting) -> Plan:
+    """A plan that each rank has made by itself, with the GPUs of the first one's: each sees others as free."""
+    if plan.gpu is None:
+        return plan
+    uuids = meeting.share("gpus", ",".join(plan.gpu.rank_uuids).encode())[0].decode()
+    return replace(plan, gpu=replace(plan.gpu, rank_uuids=tuple(uuids.split(","))))

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Rows
 from typing import NamedTuple
 
 from tandem.engine.sequence import Sequence
-from tandem.engine.step.batch import SequenceRows, host_batch
+from tandem.engine.step.host_batch import SequenceRows, host_batch
 from tandem.models.batch import ForwardBatch
 
 

@@ -138,7 +138,12 @@ def live_experts(
     if not any(layers):
         _log.warning("experts stay where they are: every layer has all of them on one side")
         return None
-    settings, copies = PolicySettings(), copies or CudaCopies(side.ops.device)
+    try:
+        copies = copies or CudaCopies(side.ops.device)
+    except EngineError as error:  # a package is missing, which nothing else needs
+        _log.warning("experts stay where they are: %s", error)
+        return None
+    settings = PolicySettings()
     slot_of = torch.stack([side.placement.slots(layer) for layer in range(len(layers))])
     largest = max(layer.gpu.bytes_per_expert for layer in layers if layer)
     policy = LivePolicy(Residency(slot_of), largest, READS_PER_EXCHANGE, settings)

@@ -30,6 +30,7 @@ from tandem.checkpoint.demo import build_demo
 from tandem.engine.expert_statistics import expert_recorder, expert_usage
 from tandem.engine.ranks.joined import cpu_group, gpu_group
 from tandem.engine.ranks.messages import StartRank
+from tandem.engine.start.gpu_claims import PlannedWay, undisputed_plan
 from tandem.engine.start.model_files import fetch
 from tandem.engine.start.packed_start import PackedStart
 from tandem.engine.start.parts import EngineParts
@@ -45,6 +46,7 @@ from tandem.kernels.ops import Ops
 from tandem.kernels.ranks.meeting import Meeting
 from tandem.kernels.this_machine import these_cpus
 from tandem.kernels.workers import planned_pool
+from tandem.machine.gpu_locks import GpuLocks
 from tandem.machine.gpus import may_have_gpus
 from tandem.machine.machine import Machine
 from tandem.planner.choices.requested import as_asked
@@ -114,22 +116,31 @@ class StoredModelFiles(NamedTuple):
 
 
 class ChosenWay(NamedTuple):
-    """Over how many GPUs a model goes; and its files, and the machine with its GPUs, where the choice has read them."""
+    """Over how many GPUs a model goes; and its files, the machine with its GPUs and the plan, where the choice has read
+    them."""
 
     choice: WayChoice
     stored: StoredModelFiles | None = None
     machine: Machine | None = None
+    plan: Plan | None = None
 
 
 @for_loading()
-def chosen_way(config: EngineConfig, failed: Sequence[str] = ()) -> ChosenWay:
-    """As `choose_way`, on this machine. Files are read only where there is a choice. Raises as `load_parts`."""
+def chosen_way(config: EngineConfig, failed: Sequence[str] = (), locks: GpuLocks | None = None) -> ChosenWay:
+    """As `choose_way`, on this machine, with its plan. Files are read only where there is a choice. locks: to take the
+    GPUs with, before others do. Raises as `load_parts`."""
     may_choose = way_is_open(config) and may_have_gpus()
     machine = these_cpus().with_gpus() if may_choose else these_cpus()
     if not may_choose or not several_usable(machine) or machine_refusals(config, machine):
         return ChosenWay(WayChoice(config))
     stored = StoredModelFiles.at(config, model_directory(config.model))
-    return ChosenWay(choose_way(config, stored.model, machine, stored.formats, failed), stored, machine)
+
+    def planned(machine: Machine) -> PlannedWay:
+        choice = choose_way(config, stored.model, machine, stored.formats, failed)
+        return choice, choice.told(resolve(choice.config, stored.model, machine, stored.formats))
+
+    choice, plan, machine = undisputed_plan(config, machine, locks, planned)
+    return ChosenWay(choice, stored, machine, plan)
 
 
 @for_loading()
@@ -139,6 +150,7 @@ def load_parts(
     planned: Callable[[Plan], None] | None = None,
     leader: Leader | None = None,
     way: ChosenWay | None = None,
+    locks: GpuLocks | None = None,
 ) -> EngineParts:
     """Reads and packs the model. `planned` is called before the first weight is read, `progress(what, bytes done, bytes
     in all)` after every layer. leader: of other ranks, where the model is divided; this is the first then. way: over
@@ -161,7 +173,7 @@ def load_parts(
     ):
         whole = asking.submit(lambda: machine if config.device == "cpu" or way.machine else machine.with_gpus())
         stored = way.stored or StoredModelFiles.at(config, directory)
-        plan = way.choice.told(resolve(config, stored.model, whole.result(), stored.formats))
+        plan = way.plan or _planned(config, way.choice, stored, whole.result(), locks)
         model = ranked(config, stored.model, machine, stored.formats)[1]
         if planned is not None:
             planned(plan)
@@ -172,26 +184,36 @@ def load_parts(
         return replace(parts, leader=leader)
 
 
+def _planned(
+    config: EngineConfig, choice: WayChoice, stored: StoredModelFiles, machine: Machine, locks: GpuLocks | None
+) -> Plan:
+    """On GPUs that nobody else is about to fill, as far as there are such."""
+
+    def planned(machine: Machine) -> PlannedWay:
+        return choice, choice.told(resolve(config, stored.model, machine, stored.formats))
+
+    return undisputed_plan(config, machine, locks, planned)[1]
+
+
 @for_loading()
 def load_rank(start: StartRank, rank: int) -> EngineParts:
     """Another rank's part of the model, by the first one's plan. Raises as `load_parts`."""
     use_one_torch_thread()
     config, directory, machine = start.config, model_directory(start.config.model), these_cpus()
-    if start.plan.gpu is not None:
-        machine = machine.with_gpus()
     stored = StoredModelFiles.at(config, directory)
     own, model, machine = ranked(config, stored.model, machine, stored.formats, rank)
-    plan = rank_plan(start.plan, own, machine)
+    plan = rank_plan(start.plan, own, machine, rank)
     workers, meeting = planned_pool(plan), Meeting(rank, config.tensor_parallel_size, start.file)
     with PackedStart(config, directory, workers, None, model.shard) as packed:
         return _loaded(config, plan, model, stored, workers, packed, None, meeting)
 
 
-def rank_plan(plan: Plan, config: EngineConfig, machine: Machine) -> Plan:
-    """The first rank's plan with another's threads and GPU. config, machine: that one's, of `ranked`."""
+def rank_plan(plan: Plan, config: EngineConfig, machine: Machine, rank: int) -> Plan:
+    """The first rank's plan with another's threads and GPU. config, machine: that one's, of `ranked`. The first has
+    chosen all GPUs: what is free now is another thing."""
     threads = plan_threads(config, machine)
     plan = replace(plan, cpus=threads.cpus, parts=threads.parts, part_nodes=threads.part_nodes)
-    return plan if plan.gpu is None else replace(plan, gpu=replace(plan.gpu, uuid=machine.gpus[0].uuid))
+    return plan if plan.gpu is None else replace(plan, gpu=replace(plan.gpu, uuid=plan.gpu.rank_uuids[rank]))
 
 
 def _loaded(

@@ -14,6 +14,8 @@ Work has three places in a step:
 While a prompt's task is under way beside steps, exchanges are held: no table, slot or place that it reads may change.
 Counting and deciding go on.
 
+Between two decisions, where nothing moves, a step costs one comparison of numbers.
+
 What takes longer than the GPU does is measured. The exchanges' part is weighed against what they gain.
 """
 
@@ -105,6 +107,7 @@ def _nobody_waits() -> bool:
 
 
 NOTHING_MOVES = -2  # no number of moves
+NEVER = 1 << 62  # a step that is not reached
 SETTLED = 2  # steps after which the GPU has done what an exchange gave it last
 
 
@@ -134,7 +137,7 @@ class LiveExperts:
         self._deciding = False  # whether `_decisions` were given to a step
         self._made_last: list[Exchange] = []  # that the policy does not know of yet
         self._untold: ExchangeOutcome | None = None  # that those who count do not know of yet
-        self._steps = 0
+        self._asked_at, self._idle_until = 0, 0  # steps: after the last `ask`, and until when there is nothing to do
         self._held, self._written = False, -SETTLED  # the step in which an exchange gave the GPU something last
         self._in_vain = 0  # exchanges dropped since the last one that was made
         self._failed = False
@@ -184,6 +187,8 @@ class LiveExperts:
         self._held = False
 
     def beside_step(self) -> None:
+        if self._all_steps < self._idle_until:
+            return
         if self._exchange.under_way and not self._held:
             self._written = self._all_steps
             self._guarded("begin", self._exchange.begin, _over)
@@ -192,14 +197,26 @@ class LiveExperts:
 
     def after_step(self, over: Callable[[], bool] = _nobody_waits) -> None:
         """over: whether the GPU has ended the step meanwhile, and waits."""
-        self._steps += 1
         self._all_steps += 1
+        if self._all_steps < self._idle_until:
+            return
         self._counts_now, is_over = None, False
         for part, action in self._jobs():
             if is_over and part not in AT_ONCE:
                 self._put_off += 1
                 break
             is_over = self._guarded(part, action, over)
+        self._idle_until = self._next_job()
+
+    def _next_job(self) -> int:
+        """The step after which there is something to do again; 0: it is under way."""
+        if self._failed:
+            return NEVER
+        if self._exchange.busy or self._untold is not None or self._made_last:
+            return 0
+        if self._counts_asked is not None or self._decisions:
+            return 0
+        return self._asked_at + self._policy.interval_steps
 
     def _jobs(self) -> Iterator[tuple[str, Callable[[], None]]]:
         """Jobs to be done now, one after the other: whether one is due depends on those before. What follows from a job
@@ -228,7 +245,7 @@ class LiveExperts:
 
     def _asks_after(self, steps: int) -> bool:
         """True if usage counts are due: `steps` steps since the last ones, which are decided about."""
-        return self._steps >= steps and self._counts_asked is None and not self._decisions
+        return self._all_steps - self._asked_at >= steps and self._counts_asked is None and not self._decisions
 
     def finish(self) -> None:
         """Makes all exchanges that were decided on, waiting for their copies."""
@@ -260,8 +277,8 @@ class LiveExperts:
 
     def _ask(self) -> None:
         self._counts_now = self._usage.ask()
-        self._counts_asked = _CountsAt(self._counts_now, self._steps, self._all_steps)
-        self._steps = 0
+        self._counts_asked = _CountsAt(self._counts_now, self._all_steps - self._asked_at, self._all_steps)
+        self._asked_at = self._all_steps
 
     def _look(self, snapshot: _CountsAt) -> None:
         self._counts_asked = None

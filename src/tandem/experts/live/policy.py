@@ -8,6 +8,9 @@ The real placement follows the one whose net is clearly ahead: by more than luck
 in as many experts. It goes home where neither is. So with uniform routing nothing ever moves. Its exchanges may cost a
 share of all reads, and at most `bytes_per_step` move. A decision moves one expert per layer at most: a layer has one
 spare place, so its exchanges follow each other.
+
+At home decisions become rare while no virtual placement gains more than luck gives: the next one comes after a quarter
+of the steps in which that was so (`_Calm`). One decision that sees more makes them frequent again.
 """
 
 from __future__ import annotations
@@ -21,7 +24,17 @@ import torch
 from torch import Tensor
 
 from tandem import _core
-from tandem.experts.live.virtual import COME, LEAVE, STAY, Exchange, Floats, Habits, Marks, VirtualPlacement
+from tandem.experts.live.virtual import (
+    COME,
+    LEAVE,
+    STAY,
+    Decided,
+    Exchange,
+    Floats,
+    Habits,
+    Marks,
+    VirtualPlacement,
+)
 from tandem.experts.residency import Location, Residency
 from tandem.experts.usage.expert_usage import Counted
 
@@ -29,6 +42,7 @@ _log = logging.getLogger(__name__)
 
 HOME = -1  # in place of the number of a virtual placement
 LONGEST_INTERVAL = 4  # times `interval_steps`
+CALM_SHARE = 4  # of the steps in which nobody gained more than luck, one part in so many passes until the next decision
 QUIET = 16  # a decision that moves an expert of fewer than one layer in so many makes the next interval twice as long
 FAST = Habits(half_life=32, horizon=64, spends=0.15, factor=1.25)
 ANY = float(np.finfo(np.float32).min)  # gain that every exchange has
@@ -49,6 +63,8 @@ class PolicySettings:
     dwell_steps: int = 32  # that a newcomer stays at least
     interval_steps: int = 4  # between two decisions
     bytes_per_step: int = 48 << 20  # both directions together: 0.9 ms of PCIe 5 x16, less once it has settled
+    stirs: float = 3.0  # standard deviations of luck: what one decision gains beyond them is a change of routing
+    longest_rest: int = 192  # between two decisions at home
 
 
 class _Net:
@@ -63,6 +79,33 @@ class _Net:
 
 
 _NO_NET = _Net()  # home's
+
+
+class _Calm:
+    """Steps at home in which no virtual placement has gained more than luck gives. Costs of exchanges do not count
+    here: a placement that has just begun to move has paid, and gained little yet."""
+
+    def __init__(self, settings: PolicySettings) -> None:
+        self._settings, self._steps, self._stirred = settings, 0, False
+
+    @property
+    def interval_steps(self) -> int:
+        """Until the next decision, at least."""
+        return min(self._steps // CALM_SHARE, self._settings.longest_rest)
+
+    def see(self, decided: Decided) -> None:
+        """One virtual placement's decision."""
+        luck = sqrt(decided.reads * decided.displaced)
+        self._stirred |= decided.gained > self._settings.stirs * luck
+
+    def ended(self, at_home: bool, reads: int, steps: int) -> None:
+        """A decision about so many reads in so many steps. Without reads nothing is known. at_home: nobody is away, nor
+        on the way."""
+        if self._stirred or not at_home:
+            self._steps = 0
+        elif reads:
+            self._steps += steps
+        self._stirred = False
 
 
 class LivePolicy:
@@ -93,11 +136,14 @@ class LivePolicy:
         self._at_home, self._under_way = True, 0  # whether nobody is away; exchanges
         self._undecided: list[tuple[VirtualPlacement, _Net]] = []  # of this decision
         self._moved = 0  # virtual exchanges of this decision
+        self._calm = _Calm(settings)
         self.followed = HOME
         self.rests = 0
         """How many times it went home because moving did not pay."""
         self.passes = 0
         """How many times all experts were passed over, since the start."""
+        self.decisions = 0
+        """How many there were, since the start."""
 
     @property
     def resting(self) -> bool:
@@ -108,7 +154,8 @@ class LivePolicy:
     def interval_steps(self) -> int:
         """Until the next decision: longer while little or nothing moves, for looking takes as long and brings less."""
         at_home = self.resting and self._step - self._at_home_since > 2 * self.settings.net_half_life
-        return self.settings.interval_steps * (LONGEST_INTERVAL if at_home else self._pace)
+        steps = self.settings.interval_steps * (LONGEST_INTERVAL if at_home else self._pace)
+        return max(steps, self._calm.interval_steps)
 
     @property
     def slot_of(self) -> Tensor:
@@ -138,7 +185,7 @@ class LivePolicy:
         step, and by `decide` what is left."""
         self._step, self._steps = self._step + steps, steps
         self._undecided, self._moved = list(zip(self._virtual, self._nets, strict=True)), 0
-        self.passes += len(self._virtual)
+        self.passes, self.decisions = self.passes + len(self._virtual), self.decisions + 1
         return [virtual.look(reads, steps, self.cost) for virtual in self._virtual]
 
     def decide(self) -> bool:
@@ -151,10 +198,12 @@ class LivePolicy:
         keep = 0.5 ** (self._steps / self.settings.net_half_life)
         net.add(keep, decided.gained - self.cost * exchanges, decided.reads * decided.displaced)
         self._moved += exchanges
+        self._calm.see(decided)
         if self._undecided:
             return True
         self._pace = 1 if self._moved * QUIET > len(self._away) else min(2 * self._pace, LONGEST_INTERVAL)
         self._choose()
+        self._calm.ended(self._at_home, self._reads, self._steps)
         self._earn()
         return False
 

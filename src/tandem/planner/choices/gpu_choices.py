@@ -44,6 +44,7 @@ def gpu_choices(request: MemoryRequest, gpu: Gpu) -> tuple[GpuPlan, Decisions]:
         patience_seconds=min(MAX_PATIENCE_SECONDS, config.watchdog_timeout / 3),
         live=live,
         uuid=gpu.uuid,
+        no_nvlink=gpu.no_nvlink,
         attention=attention,
         foresight=foresight,
         stream_from=threshold if sizes.ring_bytes else 0,

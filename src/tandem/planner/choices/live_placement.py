@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from tandem.errors import ConfigError
 from tandem.flags.engine_config import EngineConfig
-from tandem.planner.choices.left_to_ram import ram_budget, ram_needed
+from tandem.planner.choices.left_to_ram import expert_bytes, ram_budget, ram_needed
 from tandem.planner.memory import MemoryRequest
+from tandem.spec.gpu_scratch import EXCHANGE_BYTES
 
 WHERE_IT_PAYS = False  # whether experts move where neither flag is given and nothing speaks against it
 ON, OFF = "--kt-enable-dynamic-expert-update", "--disable-dynamic-expert-update"
 LAST_BITS = (
     "an expert's side decides its last bits, so the same request may end otherwise later; "
-    "--enable-deterministic-inference keeps experts still"
+    "--enable-deterministic-inference and --disable-dynamic-expert-update keep experts still"
 )
 
 
@@ -50,6 +51,10 @@ def _why_still(request: MemoryRequest, gpu_experts: int, drafts_there: bool) -> 
         return "ranks would have to move experts in the same step"
     if request.config.pipeline_parallel_size > 1:
         return "experts do not move between stages' memories yet"
+    if "cuda-core" in request.machine.gpu_missing:
+        return "the package cuda-core is missing"
+    if 2 * expert_bytes(request) > EXCHANGE_BYTES:
+        return f"two of its experts do not fit {EXCHANGE_BYTES >> 20} MiB of GPU memory, on their way there"
     if ram_needed(request, gpu_experts, drafts_there, live=True) > ram_budget(request):
         return "CPU memory has no room for a spare place in each layer"
     return ""

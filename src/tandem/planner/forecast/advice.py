@@ -11,13 +11,13 @@ from typing import Any
 
 from tandem.errors import ConfigError
 from tandem.flags.engine_config import FLAGS, EngineConfig
-from tandem.machine.gpus import equals
+from tandem.machine.gpus import most_equal
 from tandem.machine.machine import Machine
 from tandem.planner.choices.cached import cached_as
 from tandem.planner.expert_format import EXPERT_FORMATS
 from tandem.planner.forecast.machine_spec import system_bytes
 from tandem.planner.forecast.prediction import CONTEXT, PROMPT, WORTH, Case, Prediction, predict
-from tandem.planner.forecast.speeds import GIB, Speeds
+from tandem.planner.forecast.speeds import GIB, Speeds, of_other_gpu
 from tandem.planner.memory import DEFAULT_PREFILL_TOKENS, LARGEST_FRACTION, WANTED_CONTEXT, gib
 from tandem.planner.plan import Plan
 from tandem.planner.resolve import fits, resolve
@@ -78,7 +78,10 @@ class PlanQuestion:
         self, plan: Plan, batches: tuple[int, ...] = (1,), context: int = CONTEXT, prompt: int = PROMPT
     ) -> Prediction:
         model = cached_as(self.config, self.model)
-        return predict(Case.of_plan(model, self.stored, plan, self.speeds), batches, context, prompt)
+        speeds = self.speeds
+        if plan.ranks > 1 and plan.gpu is not None:
+            speeds = of_other_gpu(speeds, self.machine.gpus[0].name, plan.gpu.name)
+        return predict(Case.of_plan(model, self.stored, plan, speeds), batches, context, prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,12 +195,12 @@ def _fitting_changes(question: PlanQuestion) -> Iterator[tuple[dict[str, Any], b
 
 
 def _other_ranks(question: PlanQuestion) -> Iterator[dict[str, Any]]:
-    """Among the GPUs that equal the first one. Where not all are equal, or the model cannot be divided among all of
+    """Among GPUs that are equal. Where not all are equal, or the model cannot be divided among all of
     them, layers over all."""
     gpus, now = question.machine.gpus, question.config.tensor_parallel_size
     if question.config.pipeline_parallel_size > 1 or question.config.device == "cpu":
         return
-    equal = sum(equals(gpu, gpus[0]) for gpu in gpus)
+    equal = len(most_equal(gpus))
     ranks = [{"tensor_parallel_size": count} for count in RANKS if now != count <= equal]
     ranks = [changes for changes in ranks if question.fits(**changes)]
     if now == 1 < len(gpus) and {"tensor_parallel_size": len(gpus)} not in ranks:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from tandem.errors import ConfigError
 from tandem.machine.gpus import Gpu
+from tandem.machine.links import GpuLinks
 from tandem.machine.machine import TIERS, Core, Machine
 from tandem.planner.forecast.speeds import (
     ASSUMED,
@@ -82,7 +83,7 @@ def wished_machine(wish: MachineWish, here: Machine) -> Machine:
     if wish.gpus is not None:
         gpus = _gpus(wish.gpus, wish.pcie or "PCIe")
         no_gpu = "" if gpus else "--gpu none"
-        machine = replace(machine, gpus=gpus, no_gpu=no_gpu, gpu_missing=())
+        machine = replace(machine, gpus=gpus, links=GpuLinks(), no_gpu=no_gpu, gpu_missing=())
     return replace(machine, torch=ANY_VERSION, flashinfer=ANY_VERSION) if wish.anything else machine
 
 

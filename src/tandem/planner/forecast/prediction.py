@@ -16,7 +16,7 @@ from tandem.planner.forecast.attention import attention_flops
 from tandem.planner.forecast.bound import distinct_experts, experts_seconds
 from tandem.planner.forecast.speeds import Speeds
 from tandem.planner.forecast.stream_rates import GRAPH_BASE, StreamRates
-from tandem.planner.forecast.sums import lane_of, step_sums
+from tandem.planner.forecast.sums import gpu_lane, step_sums
 from tandem.planner.plan import Plan
 from tandem.planner.ranks.cut import cut
 from tandem.planner.stages.speeds import border_seconds, pipelined_share, stage_speeds
@@ -81,8 +81,7 @@ class Case:
             return {"between stages": borders}
         if self.model.shard.ranks == 1:
             return {}
-        gpu = "" if self.plan.gpu is None else self.plan.gpu.name
-        lane = lane_of(gpu, self.model.shard.ranks, self.speeds.pcie_gbps)
+        lane = gpu_lane(self.plan.gpu, self.model.shard.ranks, self.speeds.pcie_gbps)
         return {SUMS: step_sums(lane, self.model, rows, logits)}
 
     @property

@@ -108,6 +108,22 @@ def gpu_model(name: str) -> GpuModel | None:
     return GPU_MODELS[max(names, key=len)] if names else None
 
 
+def gpu_speed(name: str) -> float:
+    """GB/s of the memory of a GPU, as its maker says."""
+    known = gpu_model(name)
+    return GPU_GBPS if known is None else known.gbps
+
+
+def of_other_gpu(speeds: Speeds, name: str, other: str) -> Speeds:
+    """speeds: of a machine whose GPU is called `name`, with another instead: as many times as fast as makers say."""
+    if name == other:
+        return speeds
+    known, new = gpu_model(name), gpu_model(other)
+    flops = (GPU_FLOPS if new is None else new.flops) / (GPU_FLOPS if known is None else known.flops)
+    gbps = gpu_speed(other) / gpu_speed(name)
+    return replace(speeds, gpu_gbps=speeds.gpu_gbps * gbps, gpu_flops=speeds.gpu_flops * flops)
+
+
 def read_size(text: str, flag: str) -> int:
     """Bytes of "24GB"; memory is sold in powers of two, so GB are GiB. Raises ConfigError naming the flag."""
     value, unit = _split(text, flag, "256GB")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from tandem.mechanisms.cost import cost_of
 from tandem.planner.forecast.speeds import GPU_MODELS, gpu_model
+from tandem.planner.gpu_plan import GpuPlan
 from tandem.spec.layers import Layer
 from tandem.spec.model_config import ModelConfig
 
@@ -49,12 +50,18 @@ class SumLane:
         return f"{1e6 * self.seconds(nbytes):.1f} us each through {self.way} ({kind})"
 
 
-def lane_of(gpu: str, ranks: int, pcie_gbps: float) -> SumLane:
-    """gpu: its name; "": ranks compute on the CPU. An unknown GPU counts as one without peers."""
+def gpu_lane(gpu: GpuPlan | None, ranks: int, pcie_gbps: float) -> SumLane:
+    """The lane of ranks with this plan; None: they compute on the CPU."""
+    return lane_of("", ranks, pcie_gbps) if gpu is None else lane_of(gpu.name, ranks, pcie_gbps, gpu.no_nvlink)
+
+
+def lane_of(gpu: str, ranks: int, pcie_gbps: float, no_nvlink: bool = False) -> SumLane:
+    """gpu: its name; "": ranks compute on the CPU. An unknown GPU counts as one without peers, and so does any where
+    the machine says that no NVLink joins them."""
     if not gpu:
         return SumLane("shm", "shared memory", ranks > 2, lambda nbytes: ranks / 2 * _between(SHARED, nbytes))
     share = 2 * (ranks - 1) / ranks  # of a long message, that each sends and receives
-    if _is_linked(gpu):
+    if _is_linked(gpu) and not no_nvlink:
         more = _of_ranks(MORE_PEERS, ranks)
         return SumLane("peer", "NVLink", ranks not in MEASURED_RANKS, lambda nbytes: more * _between(PEERS, nbytes))
     more = _of_ranks(MORE_MAPPED, ranks) * OLDER_BUS

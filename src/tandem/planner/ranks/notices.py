@@ -10,7 +10,7 @@ from tandem.machine.gpus import Gpu
 from tandem.machine.machine import Machine
 from tandem.planner.choices.decision import Decision
 from tandem.planner.forecast.speeds import PCIE_GBPS
-from tandem.planner.forecast.sums import lane_of
+from tandem.planner.forecast.sums import gpu_lane
 from tandem.planner.memory import gib
 from tandem.planner.notices import idle_gpus
 from tandem.planner.plan import Plan
@@ -25,7 +25,8 @@ def with_rank_notices(plan: Plan, model: ModelConfig, machine: Machine) -> Plan:
     used = [gpu for rank in range(plan.ranks) for gpu in gpu_of_rank(machine, rank, plan.ranks) if plan.gpu is not None]
     first, *others = plan.decisions
     notices = (*plan.notices, *_idle(plan, machine, used))
-    return replace(plan, decisions=(first, *_decisions(plan, model, used), *others), notices=notices)
+    gpu = None if plan.gpu is None else replace(plan.gpu, rank_uuids=tuple(gpu.uuid for gpu in used))
+    return replace(plan, gpu=gpu, decisions=(first, *_decisions(plan, model, used), *others), notices=notices)
 
 
 def _decisions(plan: Plan, model: ModelConfig, used: list[Gpu]) -> Iterator[Decision]:
@@ -34,7 +35,7 @@ def _decisions(plan: Plan, model: ModelConfig, used: list[Gpu]) -> Iterator[Deci
         least = gib(min(gpu.free_bytes for gpu in used))
         yield Decision("GPUs", numbers, f"one of each rank; all plan with the least free memory, {least}")
     nbytes = model.hidden * (2 if plan.dtype == "bfloat16" else 4)
-    lane = lane_of("" if plan.gpu is None else plan.gpu.name, plan.ranks, PCIE_GBPS)
+    lane = gpu_lane(plan.gpu, plan.ranks, PCIE_GBPS)
     yield Decision("sums of ranks", lane.way, f"{lane.text(nbytes)}, of one token; the start finds the fastest way")
     if plan.gpu is not None:
         whole = plan.drafts or plan.num_slots > 0 or plan.gpu.attention == "flashinfer"  # as `Engine` pauses on a GPU

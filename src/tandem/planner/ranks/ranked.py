@@ -6,12 +6,13 @@ from dataclasses import replace
 
 from tandem.errors import ConfigError
 from tandem.flags.engine_config import EngineConfig
-from tandem.flags.env import ranks_share_gpus, visible_gpus
-from tandem.machine.gpus import Gpu, is_new_enough
+from tandem.flags.env import ranks_share_gpus
+from tandem.machine.gpus import Gpu, kinds_of
 from tandem.machine.machine import Machine
 from tandem.planner.choices.decision import Decision
 from tandem.planner.expert_format import expert_format_of
 from tandem.planner.ranks.cut import cut
+from tandem.planner.ranks.rank_gpus import rank_gpus
 from tandem.spec.model_config import STORED, ModelConfig
 from tandem.spec.shard import RankShard
 from tandem.spec.stored import StoredFormats
@@ -54,27 +55,19 @@ def own_side(config: EngineConfig, machine: Machine, rank: int = 0) -> tuple[Eng
 def gpu_of_rank(machine: Machine, rank: int, ranks: int) -> tuple[Gpu, ...]:
     """The GPU of one rank, as if it had as much free memory as the one that has least: all ranks have one plan. ():
     there is none."""
-    gpus = _gpus(machine, ranks)
+    gpus = rank_gpus(machine, ranks)
     if len(gpus) < ranks:
         return ()
-    return (replace(gpus[rank], free_bytes=min(gpu.free_bytes for gpu in gpus[:ranks])),)
-
-
-def _gpus(machine: Machine, ranks: int) -> tuple[Gpu, ...]:
-    """In the order that the user gave, or of their numbers."""
-    gpus = tuple(filter(is_new_enough, machine.gpus))
-    if visible_gpus() is None:
-        gpus = tuple(sorted(gpus, key=lambda gpu: gpu.number))
-    if gpus and ranks_share_gpus():
-        return tuple(replace(gpus[rank % len(gpus)], free_bytes=gpus[0].free_bytes // ranks) for rank in range(ranks))
-    return gpus
+    no_nvlink = machine.links.no_nvlink(gpu.number for gpu in gpus)
+    free = min(gpu.free_bytes for gpu in gpus) // (ranks if ranks_share_gpus() else 1)
+    return (replace(gpus[rank], free_bytes=free, no_nvlink=no_nvlink),)
 
 
 def _why_no_gpus(config: EngineConfig, machine: Machine, ranks: int) -> str:
     """Why these GPUs are not one for each rank; "": they are, or none is asked for."""
     if config.device == "cpu" or not machine.gpus:
         return ""
-    gpus = _gpus(machine, ranks)
+    gpus = rank_gpus(machine, ranks)
     if len(gpus) < ranks:
         count_text = "there is one" if len(gpus) == 1 else f"there are {len(gpus)}"
         return f"each rank needs a GPU, and {count_text}; leave --tp out, which uses one GPU, or add --device cpu"
@@ -82,9 +75,8 @@ def _why_no_gpus(config: EngineConfig, machine: Machine, ranks: int) -> str:
         return f"sums between GPUs are of at most {MOST_GPU_RANKS} ranks; give fewer"
     if "cuda-core" in machine.gpu_missing:
         return "the package cuda-core is missing, which sums between GPUs need: pip install cuda-core cuda-bindings"
-    kinds = {(gpu.name, gpu.capability) for gpu in gpus[:ranks]}
-    if len(kinds) > 1:
-        names = " and ".join(sorted({gpu.name for gpu in gpus[:ranks]}))
+    if len(kinds_of(gpus)) > 1:
+        names = " and ".join(sorted({gpu.name for gpu in gpus}))
         return (
             f"ranks compute equal parts with equal bits, on equal GPUs, not on {names}; choose equal ones with "
             "CUDA_VISIBLE_DEVICES, or leave --tp out, which uses one GPU"

@@ -29,12 +29,14 @@ __device__ inline void mma_alone(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, 
 struct Step {
 #if FORMAT == 1 || FORMAT == 3
   uint2 codes;
+#elif FORMAT == 4  // bfloat16: a pair of each row
+  uint2 codes[4];
 #else
   u32 codes[4];
 #endif
 #if SCALE == 0
   uint2 scales;
-#else
+#elif SCALE != 4  // 4: there are none
   u32 scales;
 #endif
 };
@@ -82,6 +84,9 @@ __device__ inline void decode(const Step& s, u32 (&upper)[4], u32 (&lower)[4]) {
 #if FORMAT == 1 || FORMAT == 3
     upper[i] = pair_of_nibbles(s.codes.x, i);
     lower[i] = pair_of_nibbles(s.codes.y, i);
+#elif FORMAT == 4
+    upper[i] = s.codes[i].x;
+    lower[i] = s.codes[i].y;
 #else
     upper[i] = pair_of_bytes<0>(s.codes[i]);
     lower[i] = pair_of_bytes<2>(s.codes[i]);
@@ -96,6 +101,8 @@ __device__ inline float scale_of(const Step& s, int row) {
   return row ? high_half(s.scales) : low_half(s.scales);
 #elif SCALE == 2
   return of_half(s.scales >> 16 * row);
+#elif SCALE == 4
+  return 1.0f;
 #else  // 0 is a subnormal, 255 NaN
   const u32 byte = s.scales >> 8 * row & 255;
   return __uint_as_float(byte << 23 | (byte == 0 || byte == 255 ? 0x400000u : 0u));
@@ -108,7 +115,7 @@ __device__ inline void read_scales(Step& s, const u8* group, int g) {
   s.scales = *reinterpret_cast<const uint2*>(group + 8 * g);
 #elif SCALE == 3
   s.scales = *reinterpret_cast<const u16*>(group + 2 * g);
-#else
+#elif SCALE != 4
   s.scales = *reinterpret_cast<const u32*>(group + 4 * g);
 #endif
 }
@@ -118,6 +125,9 @@ __device__ inline Step step_at(const u8* codes, const u8* scales) {
   Step s = {};
 #if FORMAT == 1 || FORMAT == 3
   s.codes = *reinterpret_cast<const uint2*>(codes);
+#elif FORMAT == 4
+#pragma unroll
+  for (int i = 0; i < 4; ++i) s.codes[i] = *reinterpret_cast<const uint2*>(codes + 64 * i);
 #else
 #pragma unroll
   for (int i = 0; i < 4; ++i) s.codes[i] = *reinterpret_cast<const u32*>(codes + 32 * i);
@@ -128,6 +138,8 @@ __device__ inline Step step_at(const u8* codes, const u8* scales) {
 
 #if FORMAT == 1 || FORMAT == 3
 enum { STEP_BYTES = 256, LANE_BYTES = 64, ROW_BYTES = 8 };
+#elif FORMAT == 4
+enum { STEP_BYTES = 1024, LANE_BYTES = 256, ROW_BYTES = 8 };
 #else
 enum { STEP_BYTES = 512, LANE_BYTES = 128, ROW_BYTES = 4 };
 #endif

@@ -9,14 +9,22 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tandem.formats.gpu_reading import MMA_CODES, MMA_SCALES, MMA_STEP, takes_tensor_cores
+from tandem.formats.gpu_reading import (
+    MMA_CODES,
+    MMA_SCALES,
+    MMA_STEP,
+    PLAIN_CODES,
+    is_plain_steps,
+    takes_tensor_cores,
+)
 from tandem.kernels.gpu.nvrtc import cuda_source
 from tandem.kernels.gpu.panels import Panels
 
 STEP = MMA_STEP
-FORMATS = {name: number for number, name in enumerate(MMA_CODES)}  # the source compares these numbers
-SCALES = {name: number for number, name in enumerate(MMA_SCALES)}
-SCALE_BYTES = {"f32": 4, "bf16": 2, "f16": 2, "e8m0": 1}
+NO_SCALE = "none"
+FORMATS = {name: number for number, name in enumerate((*MMA_CODES, PLAIN_CODES))}  # the source compares these numbers
+SCALES = {name: number for number, name in enumerate((*MMA_SCALES, NO_SCALE))}
+SCALE_BYTES = {"f32": 4, "bf16": 2, "f16": 2, "e8m0": 1, NO_SCALE: 0}
 
 SOURCE = cuda_source(__file__)
 
@@ -30,13 +38,18 @@ class Kind(NamedTuple):
 
 
 def kind_of(panels: Panels) -> Kind:
-    return Kind(panels.fmt, panels.scale, panels.group > 0)
+    return Kind(panels.fmt, panels.scale if panels.scale_offset else NO_SCALE, panels.group > 0)
 
 
 def has_steps(panels: Panels) -> bool:
     """Whether there is code for such panels."""
     codes = panels.fmt, panels.scales, panels.group, panels.depth, panels.padded_depth
     return panels.scale_offset > 0 and takes_tensor_cores(*codes)
+
+
+def has_plain_steps(panels: Panels) -> bool:
+    """Whether such panels are bfloat16 itself, for which `code_product` alone has code."""
+    return is_plain_steps(panels.fmt, panels.depth, panels.padded_depth)
 
 
 def group_shift(panels: Panels) -> int:
