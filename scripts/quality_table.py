@@ -54,7 +54,6 @@ STORED = {
     "fp8, a scale per row": (8.0, "fp8 per channel"), "fp8, blocks of 64 × 64": (8.0, "fp8 blocks of 64"),
     "mxfp8": (8.25, "mxfp8"), "mxfp4": (4.25, "mxfp4 packed"), "nvfp4": (4.5, "nvfp4 packed"),
 }  # fmt: skip
-STORED_ALIKE = {"mxfp4": "MXFP4", "nvfp4": "NVFP4"}  # GGUF's types, until they have rows of their own
 Row = dict[str, Any]
 
 
@@ -246,8 +245,7 @@ def filled(page: str) -> str:
 
 def of_methods() -> dict[str, Any]:
     """Figures of the demo model's formats, as `kt bench decode` and `kt plan` have them: methods, and GGUF's types."""
-    rows = {STORED_ALIKE[row["what"]]: row for row in rows_kept() if row["what"] in STORED_ALIKE}
-    rows |= {name: row for row in rows_kept() if (name := _method(row["what"]))}
+    rows = {name: row for row in rows_kept() if (name := _method(row["what"]))}
     return {
         name: {key: round(row[key], 5) for key in ("kl", "kl_error", "same_top")} for name, row in rows.items()
     }

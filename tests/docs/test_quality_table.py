@@ -60,6 +60,17 @@ def test_what_the_page_says_of_a_row_is_in_the_table() -> None:
     assert round(row["kl"], 2) == 0.02
 
 
+def test_what_the_page_says_of_int8_activations() -> None:
+    page, known = " ".join(script.PAGE.read_text(encoding="utf-8").split()), script.of_methods()
+    for name in ("Q6_K", "Q4_K"):
+        words = f"{known[name]['kl']:.4f} to {known[f'{name} A8']['kl']:.4f}"
+        assert f"{name}'s KL goes from {words}" in page or f"{name}'s from {words}" in page
+    for row in script.rows_kept():
+        if row["what"].startswith("GGUF ") and row["bits"] < 4 and script.ROUNDED not in row["what"]:
+            rounded = known.get(row["what"].removeprefix("GGUF ") + " A8")
+            assert rounded is None or abs(rounded["kl"] - row["kl"]) < rounded["kl_error"] + row["kl_error"]
+
+
 def test_the_page_has_the_rows_beside_llama_cpp() -> None:
     page = script.PAGE.read_text(encoding="utf-8")
     kept = [json.loads(file.read_text(encoding="utf-8")) for file in script.RESULTS.glob("*/peers.json")]
