@@ -102,6 +102,7 @@ test-peers: $(STAMPS)/package $(STAMPS)/test ## GGUF files beside llama.cpp, whi
 	@mkdir -p .cache/peers; ls .cache/peers/llama_cpp_python-*.tar.gz >/dev/null 2>&1 || \
 	  $(BIN)/python -m pip download -q --no-deps --no-binary :all: -d .cache/peers llama-cpp-python
 	$(BIN)/python -m pytest tests/checkpoint/test_llama_cpp.py tests/chat/test_chat_template_fit.py $(ARGS)
+	$(BIN)/python benchmarks/peers/demo_types.py --rounds 3
 
 # vLLM has an environment of its own: it pins PyTorch. torchvision's wheels are CUDA's, and nothing here needs them.
 $(VLLM_VENV)/.done: $(SOURCES) packaging/kt_kernel/pyproject.toml

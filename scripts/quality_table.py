@@ -147,11 +147,9 @@ def measured(ggml: Path | None, only: Collection[str]) -> Iterator[Row]:
     from tandem.checkpoint import demo_dir
     from tandem.engine.start.demo_model import prepare_demo
     from tandem.machine.machine import Machine
-    from tandem.quality import text
-    from tandem.text.tokenizer import Tokenizer
 
     demo = prepare_demo(demo_dir())
-    windows = text.cut(Tokenizer.load(demo), text.default_text(), WINDOW, TOKENS)
+    windows = text_windows(demo)
     said = stamp(machine_name(Machine.detect()))
     with tempfile.TemporaryDirectory(prefix="tandem-quality-") as folder:
         logits = save_logits(demo, windows, Path(folder) / "logits.safetensors")
@@ -164,6 +162,14 @@ def measured(ggml: Path | None, only: Collection[str]) -> Iterator[Row]:
             print(json.dumps(row), file=sys.stderr, flush=True)
             yield row
             shutil.rmtree(written)
+
+
+def text_windows(demo: Path) -> Windows:
+    """Tandem's own text, as all rows of the table read it."""
+    from tandem.quality import text
+    from tandem.text.tokenizer import Tokenizer
+
+    return text.cut(Tokenizer.load(demo), text.default_text(), WINDOW, TOKENS)
 
 
 def save_logits(demo: Path, windows: Windows, file: Path) -> SavedLogits:

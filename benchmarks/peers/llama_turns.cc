@@ -1,6 +1,6 @@
 // llama.cpp in turns with another engine: llama_turns FILE THREADS. It reads lines "prompt TOKENS" or "decode TOKENS",
-// and answers each with seconds and with seconds of CPU time. Tokens are random. `gguf_types.py` compiles it against a
-// build of llama.cpp.
+// and answers each with seconds and with seconds of CPU time. Tokens are random. "logits TOKENS IN OUT": int32 ids of
+// the file IN become float32 logits of each in the file OUT. `gguf_types.py` compiles it against a build of llama.cpp.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -24,6 +24,25 @@ struct Peer {
     for (int i = 0; i < tokens; ++i) ids.push_back(llama_token(dice() % unsigned(vocabulary)));
     if (llama_decode(context, llama_batch_get_one(ids.data(), tokens))) std::exit(1);
     llama_synchronize(context);
+  }
+  // Logits of all rows go to a file as one block; whoever reads it knows the vocabulary.
+  void write_logits(int tokens, const char* in, const char* out) {
+    std::vector<llama_token> ids(size_t(tokens), 0);
+    FILE* source = std::fopen(in, "rb");
+    if (!source || std::fread(ids.data(), sizeof(llama_token), ids.size(), source) != ids.size()) std::exit(1);
+    std::fclose(source);
+    llama_batch batch = llama_batch_init(tokens, 0, 1);
+    batch.n_tokens = tokens;
+    for (int i = 0; i < tokens; ++i) {
+      batch.token[i] = ids[size_t(i)], batch.pos[i] = i, batch.logits[i] = 1;
+      batch.n_seq_id[i] = 1, batch.seq_id[i][0] = 0;
+    }
+    if (llama_decode(context, batch)) std::exit(1);
+    FILE* target = std::fopen(out, "wb");
+    for (int i = 0; target && i < tokens; ++i)
+      std::fwrite(llama_get_logits_ith(context, i), sizeof(float), size_t(vocabulary), target);
+    if (!target || std::fclose(target)) std::exit(1);
+    llama_batch_free(batch);
   }
   void forget() { llama_memory_clear(llama_get_memory(context), true); }
 };
@@ -63,6 +82,12 @@ int main(int, char** words) {
   int tokens;
   while (std::scanf("%15s %d", what, &tokens) == 2) {
     peer.forget();
+    if (!std::strcmp(what, "logits")) {
+      char in[4096], out[4096];
+      if (std::scanf("%4095s %4095s", in, out) != 2) return 1;
+      tell_seconds([&] { peer.write_logits(tokens, in, out); });
+      continue;
+    }
     if (!std::strcmp(what, "prompt")) {
       tell_seconds([&] { peer.decode(tokens); });
       continue;
