@@ -45,6 +45,16 @@ def test_a_row_has_both_rates_and_their_ratio(tiny_models, tmp_path: Path, short
     assert row["believed_ms"][0] > 0 and all(0 <= chance <= 1 for chance in row["believed_chances"])
 
 
+@pytest.mark.parametrize(("argv", "method"), [((), None), (("--format", "INT4"), "INT4")])
+def test_without_a_format_experts_are_as_they_are_stored(tiny_models, monkeypatch, argv, method) -> None:
+    """A quantised file was decoded to bf16, and that was measured."""
+    configs = []
+    monkeypatch.setattr(bench_speculation, "load_parts", lambda config: configs.append(config) or 1 / 0)
+    words = ["bench", "decode", str(tiny_models["qwen3_moe"]), "--speculative", "ngram", *argv]
+    assert isinstance(CliRunner().invoke(app, words).exception, ZeroDivisionError)
+    assert [config.kt_method for config in configs] == [method]
+
+
 def test_a_line_says_what_the_governor_chose_and_believed() -> None:
     row = {"widths": [40, 0, 0, 9], "believed_ms": [20.0, 22.0, 25.0, 28.0], "believed_chances": [0.41, 0.3]}
     assert governed_text(row) == (

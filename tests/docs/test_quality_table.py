@@ -58,3 +58,15 @@ def test_what_the_page_says_of_a_row_is_in_the_table() -> None:
     (percent,) = re.findall(r"at (\d+) %, greedy answers", page)
     assert round(100 * row["same_top"]) == int(percent) and round(1 / (1 - row["same_top"])) in (12, 13)
     assert round(row["kl"], 2) == 0.02
+
+
+def test_the_page_has_the_rows_beside_llama_cpp() -> None:
+    page = script.PAGE.read_text(encoding="utf-8")
+    kept = [json.loads(file.read_text(encoding="utf-8")) for file in script.RESULTS.glob("*/peers.json")]
+    rows = [row for rows in kept for row in rows if row.get("config") == "demo"]
+    assert {row["format"] for row in rows} >= {"q8_0", "q4_0"}
+    for row in rows:
+        for name, end in (("Tandem", ""), ("llama.cpp", "_peer")):
+            kl = f"{row[f'kl{end}']:.5f} ± {row[f'kl_error{end}']:.5f}"
+            rates = f"{row[f'decode_tok_s{end}']:g}, {row[f'prompt_256_tok_s{end}']:g}"
+            assert f"| {row['format'].upper()} | {name} | {kl} | {row[f'same_top{end}']:.2%} | {rates} |" in page

@@ -46,7 +46,7 @@ class SpeculationFlags:
     from the known answer, instead of the algorithm's own."""
 
     model: str
-    formats: tuple[str, ...]
+    formats: tuple[str | None, ...]  # of experts; None: as they are stored
     batches: tuple[int, ...]
     tokens: int
     repeats: int
@@ -102,7 +102,7 @@ def run(request: SpeculationFlags, out: Path | None) -> None:
 
 def measure(request: SpeculationFlags) -> Iterator[SpeculationRow]:
     for fmt in request.formats:
-        progress(f"{request.config or request.model}, {fmt}: weights")
+        progress(f"{request.config or request.model}, {fmt or 'as stored'}: weights")
         parts = _parts(request, fmt)
         for batch in request.batches:
             for task in TASKS:
@@ -110,10 +110,10 @@ def measure(request: SpeculationFlags) -> Iterator[SpeculationRow]:
                 pair = _TimedAnswers(parts, task, batch, request)
                 for acceptance in request.acceptances or (None,):
                     progress(f"{task}, batch {batch}: {request.repeats} turns")
-                    yield _row(request, fmt, task, batch, acceptance, pair)
+                    yield _row(request, fmt or parts.plan.expert_format, task, batch, acceptance, pair)
 
 
-def _parts(request: SpeculationFlags, fmt: str) -> EngineParts:
+def _parts(request: SpeculationFlags, fmt: str | None) -> EngineParts:
     if request.config is None:
         return load_parts(_config(request, request.model, fmt))
     with TemporaryDirectory(prefix="tandem-bench-") as folder:
@@ -121,7 +121,7 @@ def _parts(request: SpeculationFlags, fmt: str) -> EngineParts:
         return made_up_parts(_config(request, folder, fmt))
 
 
-def _config(request: SpeculationFlags, model: str, fmt: str) -> EngineConfig:
+def _config(request: SpeculationFlags, model: str, fmt: str | None) -> EngineConfig:
     return EngineConfig.from_keywords(
         model,
         device="cpu",

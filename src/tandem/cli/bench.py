@@ -171,15 +171,16 @@ def decode(
     if config is not None and speculative is None:
         from tandem.bench import hybrid as bench_hybrid
 
-        shares, formats = tuple(gpu_share or [0.0, 0.5, 1.0]), tuple(fmt or ["BF16"])
-        arguments = (config, formats, shares, tuple(batch or [1, 8]), layers, context, steps, repeats)
+        shares = tuple(gpu_share or [0.0, 0.5, 1.0])
+        arguments = (config, tuple(fmt or ["BF16"]), shares, tuple(batch or [1, 8]), layers, context, steps, repeats)
         more = (threads, tier, dense_format, bench_hybrid.foresight_modes(foresight))
         bench_hybrid.run(bench_hybrid.HybridFlags(*arguments, *more), out)
         return
     if speculative is not None:
         from tandem.bench import speculation as bench_speculation
 
-        base = (model, tuple(fmt or ["BF16"]), tuple(batch or [1]), steps, repeats, threads, tier)
+        formats = tuple(fmt or ["BF16" if config else None])
+        base = (model, formats, tuple(batch or [1]), steps, repeats, threads, tier)
         drafts = (name := check_algorithm(speculative), num_steps or default_draft_tokens(name), governor)
         bench_speculation.run(
             bench_speculation.SpeculationFlags(*base, *drafts, tuple(acceptance or ()), config, layers), out
