@@ -143,8 +143,11 @@ def beside(line: Line, history: list[Row]) -> list[str]:
     if line.beside is None:
         return []
     wanted = {**line.beside, "peer": "llama.cpp", "config": line.ours["config"]}
-    ratios = [row["ratio"] for run in history if run["bench"] == "peers" for row in chosen(run, wanted)]
-    return [f"{ratios[0]:.1f} times as fast as llama.cpp, Q4_0†"] if ratios else []
+    ratios = [(run, row["ratio"]) for run in history if run["bench"] == "peers" for row in chosen(run, wanted)]
+    for run, ratio in ratios:
+        where = "" if run["machine"] == line.machine else f"on the {MACHINES[run['machine']].split()[0]} "
+        return [f"{where}{ratio:.1f} times as fast as llama.cpp, Q4_0†"]
+    return []
 
 
 def short(value: float) -> str:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+import plans
 from tandem.backends import Host, ModelExperts, experts_config, model_experts
-from tandem.backends.planning import with_spare_core
+from tandem.backends.planning import share_of, with_spare_core
 from tandem.errors import ConfigError, DoesNotFit, TandemError
 from tandem.kernels.this_machine import these_cpus
-from tandem.planner.choices.threads import plan_threads
 from tandem.spec.shard import RankShard
 from tiny import TinyModels
 
@@ -118,15 +118,18 @@ def test_a_thread_is_where_the_caller_is(tiny_models: TinyModels) -> None:
     assert sorted(model_experts.beginning_at(experts.plan, at)) == sorted(experts.plan.cpus)
 
 
-def test_a_core_is_left_to_an_engine_on_a_gpu() -> None:
-    """Unless its user says how many threads compute. On a CPU both work in turns, so all cores do."""
-    config, machine = experts_config("m", {}, "bfloat16", WHERE), these_cpus()
-    cores = len(plan_threads(config, machine).cpus)
-    gpu = Host(device=torch.device("cuda", 0))
-    assert with_spare_core(config, machine, gpu).kt_cpuinfer == max(1, cores - 1)
-    assert with_spare_core(config, machine, Host()) is config
-    few = replace(config, kt_cpuinfer=cores)
-    assert with_spare_core(few, machine, gpu) is few
+@pytest.mark.parametrize(
+    ("cores", "ranks", "threads"), [(16, 1, 15), (8, 1, 7), (7, 1, None), (16, 4, None), (32, 2, 15)]
+)
+def test_a_core_is_left_to_an_engine_on_a_gpu(cores: int, ranks: int, threads: int | None) -> None:
+    """A core of the rank's own, unless it has few. On a CPU both work in turns, so all compute."""
+    config, gpu = experts_config("m", {}, "bfloat16", WHERE), torch.device("cuda", 0)
+    host = Host(RankShard(0, ranks), gpu)
+    own, machine = share_of(config, plans.machine(cores), host)
+    assert with_spare_core(own, machine, host).kt_cpuinfer == threads
+    assert with_spare_core(own, machine, Host(RankShard(0, ranks))) is own
+    few = replace(own, kt_cpuinfer=cores)
+    assert with_spare_core(few, machine, host) is few
 
 
 @pytest.mark.parametrize(

@@ -34,10 +34,12 @@ def served(*names: str) -> list:
 
 
 def test_a_hundred_requests_of_three_models_with_room_for_two():
+    """Each in its turn, four times: every change of turn is a load, which takes half a second."""
+
     async def scenario():
         async with front(*served("a", "b", "c")) as at:
             for number in range(100):
-                name = "aabbc"[number % 5]
+                name = "aaaabbbbcccc"[number % 12]
                 answer = (await at.chat(name, f"{number}")).json()
                 assert (answer["model"], answer["said"]) == (name, f"{number}")
                 assert len(at.models.loaded()) <= 2

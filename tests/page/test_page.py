@@ -227,7 +227,7 @@ def test_the_page_goes_on_after_the_engine_has_died(browser: Browser, server: Se
 
 def test_the_key_is_asked_for_and_kept_while_the_server_is_away(driver: Any, tmp_path: Path) -> None:
     """In this tab. Another server on the same port is as after `kt serve` was started anew."""
-    server = with_key(spawn_echo(tmp_path / "log", api_key="s3cret"))
+    server = with_key(spawn_echo(tmp_path / "log", "idle_engine:load_prompts", api_key="s3cret"))
     with running(server):
         browser = Browser(driver)
         browser.open(server)
@@ -247,7 +247,7 @@ def test_the_key_is_asked_for_and_kept_while_the_server_is_away(driver: Any, tmp
     browser.until(lambda: "cannot be reached" in browser.text("#banner"))
     assert not browser.one("#send").is_enabled()
     port, log = int(server.url.rpartition(":")[2]), tmp_path / "again"
-    again = spawn(["-c", echo_code("load", port=port, api_key="s3cret")], log)
+    again = spawn(["-c", echo_code("idle_engine:load_prompts", port=port, api_key="s3cret")], log)
     with running(with_key(ServerProcess(again, port, log))):
         browser.up()
         browser.until(lambda: not browser.text("#banner"))
@@ -262,8 +262,17 @@ def with_key(server: ServerProcess) -> ServerProcess:
     return server
 
 
-@pytest.mark.parametrize("size", [(1440, 900), (390, 844)], ids=["wide", "phone"])
-@pytest.mark.parametrize("theme", ["light", "dark"])
+WIDE, PHONE = (1440, 900), (390, 844)
+
+
+@pytest.mark.parametrize(
+    ("size", "theme"),
+    [
+        pytest.param(WIDE, "light", id="wide-light"), pytest.param(PHONE, "dark", id="phone-dark"),
+        pytest.param(WIDE, "dark", id="wide-dark", marks=pytest.mark.full),
+        pytest.param(PHONE, "light", id="phone-light", marks=pytest.mark.full),
+    ],
+)  # fmt: skip
 def test_nothing_is_in_the_way_of_anybody(browser: Browser, size: tuple[int, int], theme: str) -> None:
     """axe-core finds nothing serious, and nothing is wider than the window."""
     if not AXE.exists():
@@ -284,7 +293,7 @@ def test_nothing_is_in_the_way_of_anybody(browser: Browser, size: tuple[int, int
         _check(browser)
         browser.one("#settings .primary").click()
     finally:
-        browser.driver.set_window_size(1440, 900)
+        browser.driver.set_window_size(*WIDE)
 
 
 def _check(browser: Browser) -> None:

@@ -147,7 +147,7 @@ def test_a_stuck_engine_is_killed(watched: ServerProcess):
 def test_an_engine_comes_back_though_nobody_reads_what_it_prints(tmp_path: Path):
     """The terminal is closed, or `kt serve | head`."""
     reader, writer = os.pipe()
-    server = spawn_echo(tmp_path / "server.log", "load_and_say", output=writer)
+    server = spawn_echo(tmp_path / "server.log", "idle_engine:load_and_say", output=writer)
     os.close(writer)
     with running(server):
         assert os.read(reader, 8) == b"the plan"
@@ -218,7 +218,7 @@ def test_the_engine_dies_with_its_parent_and_leaves_no_files(tmp_path: Path, mon
     folder = tmp_path / "tmp"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
-    with running(spawn_echo(tmp_path / "server.log")) as server:
+    with running(spawn_echo(tmp_path / "server.log", "idle_engine:load_prompts")) as server:
         pid = server.engine_pid()
         assert not list(folder.iterdir())
         server.process.kill()
@@ -418,7 +418,7 @@ def test_loading_says_how_far_it_is(monkeypatch, capsys):
 
 def test_a_free_port_is_chosen_and_printed(tmp_path: Path):
     log = tmp_path / "log"
-    process = spawn(["-c", echo_code("load", port=0)], log)
+    process = spawn(["-c", echo_code("idle_engine:load_prompts", port=0)], log)
     try:
         wait_until(lambda: "kt chat --host 127.0.0.1 --port" in log.read_text())
         port = int(log.read_text().rpartition("--port ")[2].split()[0])
@@ -430,7 +430,7 @@ def test_a_free_port_is_chosen_and_printed(tmp_path: Path):
 
 def test_requests_before_the_engine_is_ready_get_503(tmp_path: Path):
     gate = tmp_path / "gate"
-    server = spawn_echo(tmp_path / "server.log", loader="load_when_told", served_model_name=str(gate))
+    server = spawn_echo(tmp_path / "server.log", loader="idle_engine:load_when_told", served_model_name=str(gate))
     try:
         wait_until(lambda: responds(server))
         statuses = {server.get(path).status_code for path in ("/health", "/v1/models", "/get_server_info")}
@@ -458,7 +458,7 @@ def test_systemd_hears_when_the_server_is_ready_and_when_it_stops(tmp_path: Path
             launch.tell_service_manager("READY=1")
             assert manager.recv(100) == b"READY=1"
             return
-        server = spawn_echo(tmp_path / "log")
+        server = spawn_echo(tmp_path / "log", "idle_engine:load_prompts")
         assert manager.recv(100) == b"READY=1"
         assert server.get("/health").status_code == 200
         assert server.stop() == 0

@@ -240,7 +240,8 @@ def test_no_seconds_at_all_are_refused():
 @pytest.fixture(scope="module")
 def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("echo") / "server.log"
-    with running(spawn_echo(log, sleep_idle_seconds=3600.0, max_queued_requests=5)) as server:
+    flags = {"sleep_idle_seconds": 3600.0, "max_queued_requests": 5}
+    with running(spawn_echo(log, "idle_engine:load_prompts", **flags)) as server:
         yield server
         post(server, "/release_memory_occupation")
         assert server.stop() == 0  # asleep
@@ -343,7 +344,7 @@ def test_ollama_unloads_loads_and_keeps(echo: ServerProcess):
 
 def test_a_wake_that_fails_is_a_503_with_the_reason(tmp_path: Path):
     gone = tmp_path / "gone"
-    with running(spawn_echo(tmp_path / "log", "load_unless_gone", served_model_name=str(gone))) as server:
+    with running(spawn_echo(tmp_path / "log", "idle_engine:load_unless_gone", served_model_name=str(gone))) as server:
         post(server, "/release_memory_occupation")
         gone.touch()
         for failed in (chat(server, "x", stream=True), post(server, "/resume_memory_occupation")):

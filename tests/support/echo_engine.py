@@ -24,7 +24,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.expert_statistics import ExpertMeter
 from tandem.engine.protocol import ExpertStats
 from tandem.engine.start.parts import EngineParts
-from tandem.errors import ConfigError, EngineError
+from tandem.errors import EngineError
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.flags.engine_config import EngineConfig
 from tandem.planner.choices.decision import Decision
@@ -138,27 +138,6 @@ def load_halting(config: EngineConfig) -> LoadedEngine:
     loaded = build()
     loaded.engine._runner._model = HaltingEcho(Path(str(config.served_model_name)))
     return loaded
-
-
-def load_and_say(config: EngineConfig) -> LoadedEngine:
-    """As the real one prints its plan."""
-    for stream in (sys.stdout, sys.stderr):
-        print("the plan", file=stream, flush=True)
-    return load(config)
-
-
-def load_when_told(config: EngineConfig) -> LoadedEngine:
-    """When the file `served_model_name` is there."""
-    while not Path(str(config.served_model_name)).exists():
-        time.sleep(0.02)
-    return load(config)
-
-
-def load_unless_gone(config: EngineConfig) -> LoadedEngine:
-    """When the file `served_model_name` is not there."""
-    if Path(str(config.served_model_name)).exists():
-        raise ConfigError("the model went away")
-    return load(config)
 
 
 class RoutedEcho(EchoModel):

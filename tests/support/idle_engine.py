@@ -1,13 +1,19 @@
-"""An engine without a model or torch, for tests of the supervisor alone: it starts in a moment."""
+"""Engines without a model or torch, for tests of the supervisor and of processes alone: they start in a moment."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+
+from echo_tokenizer import END, VOCAB
 from tandem.engine.protocol import EngineStats, ExpertsRecorded, ExpertTraffic, GenerateRequest, TokenOutput
 from tandem.errors import ConfigError
 from tandem.flags.engine_config import EngineConfig
@@ -67,6 +73,46 @@ class IdleEngine:
     def record_experts(self, action: str) -> Future[ExpertsRecorded]:
         """Never finishes, as on a disk that hangs."""
         return Future()
+
+
+class PromptEngine(IdleEngine):
+    """Answers with the prompt, at once."""
+
+    def step(self, comes: Callable[[], bool] = bool) -> list[TokenOutput]:
+        answers = {r.id: [*r.prompt_ids[: r.prompt_ids.index(END)]] for r in self._queue if END in r.prompt_ids}
+        return [
+            msgspec.structs.replace(output, text=bytes(ids).decode(errors="replace"), token_ids=ids)
+            if (ids := answers.get(output.id)) and output.finish_reason == "stop"
+            else output
+            for output in super().step(comes)
+        ]
+
+
+def load_prompts(config: EngineConfig) -> LoadedEngine:
+    """With `echo_tokenizer`, for `spawn_echo`."""
+    plan = replace(PLAN, context_length=4096, num_pages=2048, max_running_requests=8, max_step_tokens=512)
+    return LoadedEngine(PromptEngine(), plan, "echo", "echo", VOCAB)
+
+
+def load_and_say(config: EngineConfig) -> LoadedEngine:
+    """As the real one prints its plan."""
+    for stream in (sys.stdout, sys.stderr):
+        print("the plan", file=stream, flush=True)
+    return load_prompts(config)
+
+
+def load_when_told(config: EngineConfig) -> LoadedEngine:
+    """When the file `served_model_name` is there."""
+    while not Path(str(config.served_model_name)).exists():
+        time.sleep(0.02)
+    return load_prompts(config)
+
+
+def load_unless_gone(config: EngineConfig) -> LoadedEngine:
+    """When the file `served_model_name` is not there."""
+    if Path(str(config.served_model_name)).exists():
+        raise ConfigError("the model went away")
+    return load_prompts(config)
 
 
 def load(config: EngineConfig) -> LoadedEngine:

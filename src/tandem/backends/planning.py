@@ -18,6 +18,8 @@ from tandem.planner.ranks.ranked import own_side
 from tandem.spec.model_config import STORED, ModelConfig
 from tandem.spec.stored import StoredFormats
 
+LEAST_SPARED = 8  # threads, of which one is left to the engine
+
 
 def check_model(model: ModelConfig) -> None:
     """Raises ConfigError for a model whose experts cannot be asked for alone."""
@@ -38,11 +40,13 @@ def share_of(config: EngineConfig, machine: Machine, host: Host) -> tuple[Engine
 
 
 def with_spare_core(config: EngineConfig, machine: Machine, host: Host) -> EngineConfig:
-    """Leaves a core to the engine's own threads, unless `kt_cpuinfer` says how many are ours. Beside a GPU both work at
-    the same time: a step whose kernels are given late waits for as long, on every layer in piecewise graphs."""
-    if config.kt_cpuinfer is not None or host.device.type == CPU.type:
+    """Leaves a core to the engine's own threads where there are many, unless `kt_cpuinfer` says how many are ours.
+    Beside a GPU both work at the same time: a step whose kernels are given late waits for as long, on every layer in
+    piecewise graphs (measured with 16). Of few cores one would be too large a part."""
+    threads = len(plan_threads(config, machine).cpus)
+    if config.kt_cpuinfer is not None or host.device.type == CPU.type or threads < LEAST_SPARED:
         return config
-    return replace(config, kt_cpuinfer=max(1, len(plan_threads(config, machine).cpus) - 1))
+    return replace(config, kt_cpuinfer=threads - 1)
 
 
 def experts_plan(

@@ -43,9 +43,9 @@ def _known(experts: MeasuredExperts) -> str | None:
     if not known or len(known) < len(figures):
         return None
     if len(known) > 1:
-        return f"KL {sum(share * each['kl'] for share, each in known):.4f} nats against bf16"
+        return f"KL {sum(share * each['kl'] for share, each in known):.5f} nats against bf16"
     (_, one), *_ = known
-    kl = f"{one['kl']:.4f} ± {one['kl_error']:.4f}"
+    kl = f"{one['kl']:.5f} ± {one['kl_error']:.5f}"
     return f"KL {kl} nats against bf16, the same top token at {one['same_top']:.1%}"
 
 

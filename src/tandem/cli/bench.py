@@ -134,7 +134,7 @@ def _check_int8_activations(beside_others: bool) -> None:
 
 @bench.command()
 def decode(
-    model: Annotated[str, typer.Argument(help="model directory, or demo")] = "demo",
+    model: Annotated[str, typer.Argument(help="model directory, GGUF file, or demo")] = "demo",
     fmt: DecodeFormats = None,
     batch: DecodeBatches = None,
     steps: Annotated[int, typer.Option(min=1, help="decode steps per repeat")] = 32,

@@ -237,7 +237,7 @@ def json_response(content: Any) -> Response:
 def body_schema(kind: type[msgspec.Struct], *, needed: bool = True, **also: Any) -> dict[str, Any]:
     """The OpenAPI fragment that documents a JSON body of this type, definitions inlined by reference. needed: whether
     the body may not be left out. also: what else its JSON schema says."""
-    (schema,), _ = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
+    schema = _schema_of(kind)
     if also:
         schema = {"allOf": [schema, also]}
     return {"requestBody": {"required": needed, "content": {"application/json": {"schema": schema}}}}
@@ -255,6 +255,12 @@ def one_given(*names: str) -> list[dict[str, Any]]:
 
 def answers(kind: Any, streamed: str = "text/event-stream") -> dict[str, Any]:
     """OpenAPI fragment: what a route answers. streamed: the media type of a streamed answer."""
-    (schema,), _ = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
-    body: dict[str, Any] = {"application/json": {"schema": schema}}
+    body: dict[str, Any] = {"application/json": {"schema": _schema_of(kind)}}
     return {"responses": {"200": {"description": "OK", "content": body | {streamed: {}}}}}
+
+
+@cache
+def _schema_of(kind: Any) -> dict[str, Any]:
+    """JSON schema of a type, as a reference to a component. Kept: msgspec looks through all that a type holds."""
+    (schema,), _ = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
+    return schema

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from covering import one_of_each
 from tandem.formats.gpu_reading import MMA_CODES, MMA_SCALES
 from tandem.kernels.gpu.mma import code_mma, expert_mma
 from tandem.kernels.gpu.mma.mma_source import Kind
@@ -110,11 +111,15 @@ def test_every_card_has_machine_code(gpu: int) -> None:
         assert compile_log(source, gpu) == ""
 
 
-@pytest.mark.parametrize("gpu", GPUS)
-def test_a_product_of_plain_numbers_compiles(gpu: int) -> None:
-    few = code_product.ProductTiling(16, 2, 8, 4, 4)
-    for blocks, ending in ((few, None), (few, SILU), (MANY, SILU)):
-        assert compile_log(code_product.source(PLAIN, blocks, 1, ending), gpu) == ""
+PLAIN_FEW = code_product.ProductTiling(16, 2, 8, 4, 4)
+PLAIN_PRODUCTS = {"few": (PLAIN_FEW, None), "few-silu": (PLAIN_FEW, SILU), "many-silu": (MANY, SILU)}
+
+
+@pytest.mark.parametrize(("gpu", "product_name"), one_of_each(GPUS, PLAIN_PRODUCTS))
+def test_a_product_of_plain_numbers_compiles(gpu: int, product_name: str) -> None:
+    """Every card has products of codes above, from the same text."""
+    blocks, ending = PLAIN_PRODUCTS[product_name]
+    assert compile_log(code_product.source(PLAIN, blocks, 1, ending), gpu) == ""
 
 
 @pytest.mark.parametrize("gpu", GPUS)
