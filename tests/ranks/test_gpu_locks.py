@@ -149,6 +149,24 @@ def test_claims_that_cannot_be_written_stop_nobody(tmp_path: Path, monkeypatch: 
     assert {path.name for path in (tmp_path / "claims").iterdir()} == {"turn"}
 
 
+def test_a_name_that_is_no_text_stops_nobody(own: MemoryClaims, tmp_path: Path) -> None:
+    """As Python reads a folder's name that is not in UTF-8."""
+    claims = MemoryClaims(tmp_path / "claims", "m\udce9")
+    claims.take({"GPU-0": 7}, 9)
+    assert [claim.model for claim in own.others()] == ["m\\udce9"]
+    claims.release()
+
+
+def test_a_full_disk_stops_nobody(own: MemoryClaims, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: int, content: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.write", full)
+        own.take({"GPU-0": 7}, 9)
+    assert list((tmp_path / "claims").iterdir()) == []
+
+
 def test_claims_end_with_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(env, "TMP", str(tmp_path))
     with pytest.raises(DoesNotFit), memory_claims("m") as claims:

@@ -45,7 +45,7 @@ class MemoryClaims:
 
     def __init__(self, folder: Path, model: str) -> None:
         """folder: is made when the first memory is claimed. model: whose name others are told."""
-        self._folder, self._model = folder, model
+        self._folder, self._model = folder, model.encode(errors="backslashreplace").decode()
         self._file: tuple[Path, int] | None = None
         self._changed_at = self._last_change()
 
