@@ -34,7 +34,7 @@ def test_what_kt_bench_decode_says_is_in_the_table() -> None:
             figures = known[experts.name]
             line = quality_line("demo", True, experts)
             assert line is not None and line.startswith(f"{name}{' A8' if int8_activations else ''}: KL ")
-            assert f"KL {figures['kl']:.4f} ± " in line and f"{figures['same_top']:.1%} (docs/quality.md)" in line
+            assert f"KL {figures['kl']:.5f} ± " in line and f"{figures['same_top']:.1%} (docs/quality.md)" in line
 
 
 def test_what_kt_bench_decode_says_of_another_model() -> None:
@@ -44,7 +44,7 @@ def test_what_kt_bench_decode_says_of_another_model() -> None:
     mixed = quality_line("m.gguf", False, MeasuredExperts((("q4_k", 0.75), ("q6_k", 0.25)), True, as_stored=True))
     known = script.of_methods()
     kl = 0.75 * known["Q4_K A8"]["kl"] + 0.25 * known["Q6_K A8"]["kl"]
-    assert mixed is not None and f"Q4_K + Q6_K A8: KL {kl:.4f} nats" in mixed
+    assert mixed is not None and f"Q4_K + Q6_K A8: KL {kl:.5f} nats" in mixed
     assert mixed.endswith("; kt quality m.gguf --reference ORIGINAL --kt-int8-activations measures it")
     new = quality_line("m", False, MeasuredExperts((("q4_k", 0.5), ("new", 0.5))))
     assert new == "Q4_K + NEW: what it costs is not known here; kt quality m --format Q4_K --format NEW measures it"
