@@ -9,7 +9,7 @@ import pytest
 from gpu_questions import HERE, NEXT, decision, question
 from tandem.errors import DoesNotFit
 from tandem.flags.engine_config import EngineConfig
-from tandem.flags.ways import argv_on_one_gpu, on_one_gpu, way_is_open
+from tandem.flags.ways import argv_on_one_gpu, on_one_gpu, several_gpus_typed, way_is_open
 from tandem.planner.forecast.advice import LEAST_KEPT, PlanQuestion
 from tandem.planner.forecast.compare import compared_plan
 from tandem.planner.forecast.prediction import SUMS
@@ -116,6 +116,15 @@ def test_what_is_to_have_one_gpu_says_so() -> None:
         assert argv_on_one_gpu(given) == given
     assert on_one_gpu(EngineConfig(model="demo")) == EngineConfig(model="demo")
     assert not way_is_open(on_one_gpu(EngineConfig(model="demo")))
+
+
+@pytest.mark.parametrize(
+    ("words", "typed"), [([], False), (["--tp", "1"], False), (["--tp", "2"], True), (["--pp", "3"], True)]
+)
+def test_only_a_flag_for_several_gpus_may_want_those_that_others_fill(words: list[str], typed: bool) -> None:
+    """Models of `kt serve --models` have one GPU, in flags that nobody typed."""
+    for argv in (words, argv_on_one_gpu(["demo", *words])[1:]):
+        assert several_gpus_typed(on_one_gpu(EngineConfig.from_args(["demo", *argv]))) == typed
 
 
 def test_gpus_that_are_divided_or_used_by_others_are_left_alone() -> None:

@@ -10,15 +10,17 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from quiet_clock import PATIENCE
 from supervision import answer, engine_path, request, until
 from tandem.errors import ConfigError, EngineError, RequestError
 from tandem.flags.engine_config import EngineConfig
-from tandem.server import supervisor
+from tandem.flags.ways import several_gpus_typed, way_is_open
+from tandem.server import engine_client, supervisor
 from tandem.server.engine_client import EngineClient
-from tandem.server.messages import StartFailed, WayChosen
+from tandem.server.messages import StartEngine, StartFailed, WayChosen
 from tandem.server.metrics import ServerMetrics
 from tandem.server.supervisor import EngineSupervisor
 
@@ -256,3 +258,15 @@ def test_a_chosen_way_is_left_unless_another_flag_was_refused(monkeypatch, of_gp
     monkeypatch.setattr(boss, "_one_life", fails)
     with pytest.raises(ConfigError, match=why):
         asyncio.run(boss.run())
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (4, 1), (1, 2)])
+def test_a_restart_takes_the_way_of_the_engine_that_was_ready_as_no_flag(ranks: int, stages: int):
+    """So it plans with what other servers leave of the GPUs, as the first start did."""
+    boss = EngineSupervisor(EngineConfig(model="m"), EngineClient(ServerMetrics()), lambda ready: None)
+    boss._way = WayChosen(ranks=ranks, stages=stages, flag="")
+    boss._keep_way()
+    start = engine_client.encode(StartEngine(config=boss._config, loader=supervisor.REAL_ENGINE))
+    config = msgspec.msgpack.decode(start, type=StartEngine).config
+    assert (config.tensor_parallel_size, config.pipeline_parallel_size) == (ranks, stages)
+    assert not way_is_open(config) and not several_gpus_typed(config)

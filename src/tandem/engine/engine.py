@@ -46,7 +46,7 @@ from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.free_memory import return_free_memory
 from tandem.kernels.kernel_loads import kernel_loads
 from tandem.kernels.unread_rows import unread_rows
-from tandem.machine.gpu_locks import gpu_locks
+from tandem.machine.memory_claims import memory_claims
 
 _log = logging.getLogger(__name__)
 
@@ -77,8 +77,8 @@ class Engine:
         """Loads a model. Raises ConfigError or CheckpointError."""
         from tandem.engine.start.loader import load_parts  # the kernels are loaded only for a real model
 
-        with gpu_locks(config.model) as locks:
-            self._assemble(load_parts(config, locks=locks))
+        with memory_claims(config.model) as claims:
+            self._assemble(load_parts(config, claims=claims))
 
     @classmethod
     def from_parts(cls, parts: EngineParts) -> Engine:

@@ -335,6 +335,7 @@ class EngineConfig:
 
     explicit: frozenset[str] = field(default=frozenset(), repr=False, compare=False)  # fields named by the user
     former: tuple[str, ...] = field(default=(), repr=False, compare=False)  # of `FORMER`, those that were named so
+    way_chosen: bool = field(default=False, repr=False, compare=False)  # over how many GPUs: by a plan, not the user
 
     def __post_init__(self) -> None:
         checked, reasons = flags.checked(FLAGS, {f.name: getattr(self, f.name) for f in FLAGS}, _MEAN_NOTHING)

@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+TMP = "/tmp"
 DEMO = "demo"  # the model that comes with Tandem
 
 
@@ -34,9 +35,10 @@ def _home() -> Path:
 
 
 def lock_dir() -> Path:
-    """Where this user's servers see which GPUs are being filled: below /tmp, which a service and a shell share, not in
-    XDG_RUNTIME_DIR, which a service does not have."""
-    return Path(tempfile.gettempdir(), f"tandem-{os.getuid()}")
+    """Where this user's servers see which memory is being filled: below /tmp, which a service and a shell share, also
+    where TMPDIR says otherwise. XDG_RUNTIME_DIR a service does not have."""
+    parent = TMP if os.access(TMP, os.W_OK | os.X_OK) else tempfile.gettempdir()
+    return Path(parent, f"tandem-{os.getuid()}")
 
 
 def recorder_dir() -> Path:

@@ -15,6 +15,18 @@ def way_is_open(config: EngineConfig) -> bool:
     return config.device != "cpu" and not config.given_flags(FIELDS)
 
 
+def several_gpus_typed(config: EngineConfig) -> bool:
+    """True if a flag says that the model goes over several GPUs. `--tp 1` says no more than the plan might."""
+    return config.tensor_parallel_size * config.pipeline_parallel_size > 1 and not config.way_chosen
+
+
+def with_way_kept(config: EngineConfig, ranks: int, stages: int) -> EngineConfig:
+    """The same, over as many GPUs as the plan chose in an earlier start."""
+    return dataclasses.replace(
+        on_one_gpu(config), tensor_parallel_size=ranks, pipeline_parallel_size=stages, way_chosen=True
+    )
+
+
 def on_one_gpu(config: EngineConfig) -> EngineConfig:
     """The same, with one GPU unless a flag says how many."""
     return dataclasses.replace(config, explicit=config.explicit | {"tensor_parallel_size"})

@@ -17,15 +17,10 @@ _FIELDS = "index,uuid,name,memory.total,memory.free,pcie.link.gen.max,pcie.link.
 
 @dataclass(frozen=True, slots=True)
 class GpuHolder:
-    """Another process that is about to take memory of a GPU. left_bytes: that it will leave; 0: unknown."""
+    """Another process that is about to take memory of a GPU. left_bytes: that it will leave."""
 
-    pid: int = 0  # 0: unknown
-    model: str = ""
-    left_bytes: int = 0
-
-    @property
-    def text(self) -> str:
-        return f"process {self.pid}, which loads {self.model}" if self.pid else "another server that starts"
+    text: str  # "process 5, which loads NAME"
+    left_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,7 @@ class Machine:
     torch: str = ""  # its version; "": not known
     flashinfer: str = ""  # its version; "": not installed
     mbind_error: str = ""  # why memory cannot be bound to NUMA nodes; "": it can be
+    limited_memory: bool = False  # by the control group, so that its free memory is not the machine's
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -146,6 +147,7 @@ class Machine:
             torch=_version("torch") or "",
             flashinfer=_version("flashinfer-python") or "",
             mbind_error=mbind_error(),
+            limited_memory=limits.memory_bytes is not None and limits.memory_bytes < total,
         )
 
 

@@ -41,7 +41,7 @@ from tandem.errors import (
     TandemError,
 )
 from tandem.flags.engine_config import EngineConfig
-from tandem.machine.gpu_locks import gpu_locks
+from tandem.machine.memory_claims import memory_claims
 from tandem.planner.memory import gib
 from tandem.planner.plan import Plan
 from tandem.process.children import signal_at_end_of
@@ -124,15 +124,15 @@ def load_engine(
 
     watch_triton()
     path = resolve_model(config.model)
-    with gpu_locks(config.model) as locks:  # until all memory is taken
-        way = chosen_way(config, failed, locks)
+    with memory_claims(config.model) as claims:  # until all memory is taken
+        way = chosen_way(config, failed, claims)
         config = way.choice.config
         if way.choice.decision is not None:
             sizes = config.tensor_parallel_size, config.pipeline_parallel_size
             tell(WayChosen(ranks=sizes[0], stages=sizes[1], flag=way.choice.decision.value))
         endpoint = ranks if config.tensor_parallel_size > 1 else ""
         with LoadProgress() as progress, leading(endpoint, config.tensor_parallel_size) as leader:
-            parts = load_parts(config, progress, lambda plan: print_plan(plan, config.notices()), leader, way, locks)
+            parts = load_parts(config, progress, lambda plan: print_plan(plan, config.notices()), leader, way, claims)
             engine = Engine.from_parts(parts)
         take_cpus(parts)
         keep_free_memory()

@@ -17,7 +17,7 @@ import zmq.asyncio
 
 from tandem.errors import ConfigError, EngineError, TandemError
 from tandem.flags.engine_config import EngineConfig
-from tandem.flags.ways import on_one_gpu, way_is_open
+from tandem.flags.ways import way_is_open, with_way_kept
 from tandem.machine.gpus import may_have_gpus
 from tandem.process.children import exit_reason
 from tandem.server import engine_client
@@ -137,9 +137,8 @@ class EngineSupervisor:
     def _keep_way(self) -> None:
         """Later starts do as the one that was ready."""
         if self._way is not None:
-            ranks, stages = self._way.ranks, self._way.stages
-            config = dataclasses.replace(self._config, tensor_parallel_size=ranks, pipeline_parallel_size=stages)
-            self._config, self._failed_ways = on_one_gpu(config), {}
+            self._config = with_way_kept(self._config, self._way.ranks, self._way.stages)
+            self._failed_ways = {}
 
     async def stop(self) -> None:
         """Let `run` end: the engine is asked to exit, and killed if it does not."""

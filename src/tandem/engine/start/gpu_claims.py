@@ -1,67 +1,104 @@
-"""`undisputed_plan`: a plan on GPUs that no other start is about to fill, as far as there are such."""
+"""`undisputed_plan`: a plan with memory that no other start is about to fill, as far as there is such."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
 
 from tandem.flags.engine_config import EngineConfig
 from tandem.flags.env import visible_gpus
-from tandem.flags.ways import way_is_open
-from tandem.machine.gpu_locks import GpuLocks
+from tandem.flags.ways import several_gpus_typed
 from tandem.machine.gpus import GpuHolder
 from tandem.machine.machine import Machine
-from tandem.planner.forecast.ledger import VRAM
+from tandem.machine.memory_claims import Claim, MemoryClaims
+from tandem.planner.forecast.ledger import RAM, VRAM
+from tandem.planner.memory import gib
 from tandem.planner.plan import Plan
 from tandem.planner.ways import WayChoice
 
 _log = logging.getLogger(__name__)
 
+WORTH_A_WARNING_BYTES = 1 << 30
 PlannedWay = tuple[WayChoice, Plan]
 
 
 def undisputed_plan(
-    config: EngineConfig, machine: Machine, locks: GpuLocks | None, planned: Callable[[Machine], PlannedWay]
+    config: EngineConfig,
+    machine: Machine,
+    claims: MemoryClaims | None,
+    planned: Callable[[Machine], PlannedWay],
+    machine_now: Callable[[], Machine],
 ) -> tuple[WayChoice, Plan, Machine]:
-    """The plan, whose GPUs are locked, and the machine that it was made for: what others are about to take counts as
-    taken, and a plan is made again. locks: None: nobody is asked. Raises as `planned`.
+    """The plan, whose memory is claimed, and the machine that it was made for: what others are about to take counts as
+    taken. machine_now: the same machine, where other memory is free by now. claims: None: nobody is asked, nor without
+    a GPU. Raises as `planned`.
 
-    Flags that say how many GPUs, and CUDA_VISIBLE_DEVICES, are never refused for others: then the memory counts as
-    free, and a warning says who takes it.
+    Flags for several GPUs, and CUDA_VISIBLE_DEVICES, are never refused for others: then memory of GPUs counts as free,
+    and a warning says who takes it.
     """
-    holders: dict[str, GpuHolder] = {}
-    counted = way_is_open(config) and visible_gpus() is None
-    while True:
+    if claims is None or config.device == "cpu" or not machine.gpus:
+        return *planned(machine), machine
+    with claims.turn():
+        if claims.changed and len((now := machine_now()).gpus) == len(machine.gpus):  # else the driver did not answer
+            machine = replace(machine, gpus=now.gpus, available_memory=now.available_memory)
+        others = claims.others()
+        counted = not several_gpus_typed(config) and visible_gpus() is None
+        machine = _with_ram_left(_with_gpus_left(machine, others, counted), others)
+        if counted:
+            _warn(machine, [gpu.uuid for gpu in machine.gpus], "what that takes is left to it")
         choice, plan = planned(machine)
-        if locks is None:
-            return choice, plan, machine
         left = left_bytes(plan, machine)
-        disputed = locks.take(left)
-        new = {uuid: holder for uuid, holder in disputed.items() if uuid not in holders}
-        if not new:
-            if not counted:
-                _warn(machine, disputed, "it is used all the same, as asked, and may be too small for both")
-            return choice, plan, machine
-        _warn(machine, new, "what that takes is left to it" if counted else "another one is taken if there is one")
-        holders |= new
-        machine = machine.with_holders(holders, counted)
+        claims.take(left, _ram_left(plan, machine))
+    if not counted:
+        _warn(machine, left, "it is used all the same, as asked, and may be too small for both")
+        _warn(machine, {gpu.uuid for gpu in machine.gpus} - set(left), "another one is taken")
+    return choice, plan, machine
 
 
-def _warn(machine: Machine, holders: Mapping[str, GpuHolder], so: str) -> None:
+def _with_gpus_left(machine: Machine, others: Iterable[Claim], counted: bool) -> Machine:
+    """A GPU's holder is the one that leaves least."""
+    holders: dict[str, GpuHolder] = {}
+    for claim in others:
+        for uuid, nbytes in claim.gpu_left_bytes.items():
+            if uuid not in holders or nbytes < holders[uuid].left_bytes:
+                holders[uuid] = GpuHolder(claim.whose, nbytes)
+    return machine.with_holders(holders, counted) if holders else machine
+
+
+def _with_ram_left(machine: Machine, others: Iterable[Claim]) -> Machine:
+    """Counts whatever flags say: none says which memory."""
+    left = {claim.ram_left_bytes: claim for claim in others if claim.ram_left_bytes is not None}
+    least, free = min(left, default=machine.available_memory), machine.available_memory
+    if least >= free or machine.limited_memory:
+        return machine
+    if free - least > WORTH_A_WARNING_BYTES:
+        what, whose = f"{gib(free - least)} of {gib(free)} of free CPU memory", left[least].whose
+        _log.warning("%s", f"{what} are about to be filled by {whose}: they are left to it")
+    return replace(machine, available_memory=least)
+
+
+def _warn(machine: Machine, uuids: Collection[str], so: str) -> None:
     for gpu in machine.gpus:
-        if gpu.uuid in holders:
-            whose = holders[gpu.uuid].text
+        if gpu.holder is not None and gpu.uuid in uuids:
+            whose = gpu.holder.text
             _log.warning("%s", f"GPU {gpu.number} ({gpu.name}) is about to be filled by {whose}: {so}")
 
 
 def left_bytes(plan: Plan, machine: Machine) -> dict[str, int]:
     """Bytes of each GPU of the plan that stay free, by UUID."""
-    free = {gpu.uuid: gpu.free_bytes for gpu in machine.gpus if gpu.uuid}
+    room = {gpu.uuid: gpu.room for gpu in machine.gpus if gpu.uuid}
+    left: dict[str, int] = {}
     for uuid, nbytes in _used_bytes(plan):
-        if uuid in free:
-            free[uuid] -= nbytes
-    used = {uuid for uuid, _ in _used_bytes(plan)}
-    return {uuid: max(0, nbytes) for uuid, nbytes in free.items() if uuid in used}
+        if uuid in room:
+            left[uuid] = max(0, left.get(uuid, room[uuid]) - nbytes)
+    return left
+
+
+def _ram_left(plan: Plan, machine: Machine) -> int | None:
+    """Bytes of CPU memory that stay free; None: as far as its control group goes, which others may not be in."""
+    total = sum(ledger.total_bytes for ledger in plan.ledgers if ledger.place == RAM)
+    return None if machine.limited_memory else max(0, machine.available_memory - total * plan.ranks)
 
 
 def _used_bytes(plan: Plan) -> Iterator[tuple[str, int]]:

@@ -46,9 +46,9 @@ from tandem.kernels.ops import Ops
 from tandem.kernels.ranks.meeting import Meeting
 from tandem.kernels.this_machine import these_cpus
 from tandem.kernels.workers import planned_pool
-from tandem.machine.gpu_locks import GpuLocks
 from tandem.machine.gpus import may_have_gpus
 from tandem.machine.machine import Machine
+from tandem.machine.memory_claims import MemoryClaims
 from tandem.planner.choices.requested import as_asked
 from tandem.planner.choices.threads import plan_threads
 from tandem.planner.in_place import stored_in
@@ -126,9 +126,9 @@ class ChosenWay(NamedTuple):
 
 
 @for_loading()
-def chosen_way(config: EngineConfig, failed: Sequence[str] = (), locks: GpuLocks | None = None) -> ChosenWay:
-    """As `choose_way`, on this machine, with its plan. Files are read only where there is a choice. locks: to take the
-    GPUs with, before others do. Raises as `load_parts`."""
+def chosen_way(config: EngineConfig, failed: Sequence[str] = (), claims: MemoryClaims | None = None) -> ChosenWay:
+    """As `choose_way`, on this machine, with its plan. Files are read only where there is a choice. claims: tell
+    other starts what this one takes. Raises as `load_parts`."""
     may_choose = way_is_open(config) and may_have_gpus()
     machine = these_cpus().with_gpus() if may_choose else these_cpus()
     if not may_choose or not several_usable(machine) or machine_refusals(config, machine):
@@ -139,7 +139,7 @@ def chosen_way(config: EngineConfig, failed: Sequence[str] = (), locks: GpuLocks
         choice = choose_way(config, stored.model, machine, stored.formats, failed)
         return choice, choice.told(resolve(choice.config, stored.model, machine, stored.formats))
 
-    choice, plan, machine = undisputed_plan(config, machine, locks, planned)
+    choice, plan, machine = undisputed_plan(config, machine, claims, planned, _machine_now)
     return ChosenWay(choice, stored, machine, plan)
 
 
@@ -150,7 +150,7 @@ def load_parts(
     planned: Callable[[Plan], None] | None = None,
     leader: Leader | None = None,
     way: ChosenWay | None = None,
-    locks: GpuLocks | None = None,
+    claims: MemoryClaims | None = None,
 ) -> EngineParts:
     """Reads and packs the model. `planned` is called before the first weight is read, `progress(what, bytes done, bytes
     in all)` after every layer. leader: of other ranks, where the model is divided; this is the first then. way: over
@@ -173,7 +173,7 @@ def load_parts(
     ):
         whole = asking.submit(lambda: machine if config.device == "cpu" or way.machine else machine.with_gpus())
         stored = way.stored or StoredModelFiles.at(config, directory)
-        plan = way.plan or _planned(config, way.choice, stored, whole.result(), locks)
+        plan = way.plan or _planned(config, way.choice, stored, whole.result(), claims)
         model = ranked(config, stored.model, machine, stored.formats)[1]
         if planned is not None:
             planned(plan)
@@ -184,15 +184,19 @@ def load_parts(
         return replace(parts, leader=leader)
 
 
+def _machine_now() -> Machine:
+    return these_cpus().with_gpus()
+
+
 def _planned(
-    config: EngineConfig, choice: WayChoice, stored: StoredModelFiles, machine: Machine, locks: GpuLocks | None
+    config: EngineConfig, choice: WayChoice, stored: StoredModelFiles, machine: Machine, claims: MemoryClaims | None
 ) -> Plan:
     """On GPUs that nobody else is about to fill, as far as there are such."""
 
     def planned(machine: Machine) -> PlannedWay:
         return choice, choice.told(resolve(config, stored.model, machine, stored.formats))
 
-    return undisputed_plan(config, machine, locks, planned)[1]
+    return undisputed_plan(config, machine, claims, planned, _machine_now)[1]
 
 
 @for_loading()
