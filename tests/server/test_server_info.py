@@ -98,6 +98,7 @@ def test_names_under_which_others_have_the_same():
         assert (await get("/ping")).status_code == 200
         assert (await get("/model_info")).json() == (await get("/get_model_info")).json()
         info = (await get("/server_info")).json()
+        assert not info.keys() & {"api_key", "explicit", "former", "way_chosen"}
         assert info["served_model_name"] == (await get("/v1/models")).json()["data"][0]["id"]
         assert (await get("/favicon.ico")).status_code == 204
 

@@ -22,7 +22,7 @@ from tandem.server.sglang_schema import AbortBody, MemoryBody
 from tandem.server.sleep import until_any
 from tandem.server.state import ServerState
 
-_SECRET_FIELDS = {"api_key", "given", "former"}
+_SECRET_FIELDS = {"api_key", "explicit", "former", "way_chosen"}
 _ABORT_BODY = body_schema(AbortBody, anyOf=[with_field("rid", minLength=1), with_field("abort_all", const=True)])
 _MEMORY_BODY = body_schema(MemoryBody, needed=False)
 _RECORDER_FIELDS = ("recording", "mode", "passes", "tokens", "file")
