@@ -11,7 +11,7 @@ from tandem.bench.known_quality import MeasuredExperts, quality_line
 from tandem.formats.gguf_blocks import GGUF_CODES
 
 script: ModuleType = script_module("quality_table")
-EXACT_ONLY = {"Q5_0", "Q5_1", "Q5_K", "Q8_0"}
+EXACT_ONLY = {"Q5_1", "Q5_K", "Q8_0"}
 
 
 def test_the_table_is_that_of_the_newest_rows() -> None:
