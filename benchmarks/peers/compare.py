@@ -21,7 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 SUPPORT = ROOT / "tests" / "support"
-sys.path[:0] = [str(ROOT / "src"), *(str(SUPPORT / each) for each in ("", "foreign", "gguf_models"))]
+sys.path += [*(str(SUPPORT / each) for each in ("", "foreign", "gguf_models")), str(ROOT / "src")]
 
 from peers import PEERS, Missing, Rates, Wish  # noqa: E402
 from tandem.bench.rows import keep, machine_name, stamp  # noqa: E402

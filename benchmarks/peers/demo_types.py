@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 ROOT, HERE = Path(__file__).resolve().parents[2], Path(__file__).resolve().parent
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "scripts"), str(HERE)]
+sys.path += [str(HERE), str(ROOT / "scripts"), str(ROOT / "src")]
 
 from compare import demo  # noqa: E402
 from gguf_types import Engine, engines, measured, peer_program, peer_version  # noqa: E402

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "src")]
+sys.path.append(str(ROOT / "src"))
 
 from made_up_gguf import KINDS, QWEN3_30B, QWEN3_235B, FileTypes, write  # noqa: E402
 

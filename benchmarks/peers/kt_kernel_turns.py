@@ -33,7 +33,7 @@ from time import perf_counter
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "src"), str(Path(__file__).parent)]
+sys.path += [str(Path(__file__).parent), str(ROOT / "src")]  # last: an installed Tandem has its extension
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # no GPU is used, and a process that uses one is not forked
 

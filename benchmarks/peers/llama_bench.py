@@ -26,7 +26,7 @@ from time import perf_counter
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "src")]
+sys.path.append(str(ROOT / "src"))
 
 from made_up_gguf import QWEN3_30B, FileTypes, Sizes, room, write  # noqa: E402
 

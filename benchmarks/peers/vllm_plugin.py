@@ -353,7 +353,7 @@ def group(run: Run, name: str) -> None:
 
 def write_model(folder: Path, layers: int, more: dict[str, Any]) -> None:
     """A folder without weights for both engines."""
-    sys.path[:0] = [str(ROOT / "src")]
+    sys.path.append(str(ROOT / "src"))
     from tandem.bench.gaps.made_up import write_folder
 
     write_folder(folder, "qwen3-30b-a3b", layers)
