@@ -35,8 +35,8 @@ def _home() -> Path:
 
 
 def lock_dir() -> Path:
-    """Where this user's servers see which memory is being filled: below /tmp, which a service and a shell share, also
-    where TMPDIR says otherwise. XDG_RUNTIME_DIR a service does not have."""
+    """Folder in which this user's servers tell each other what memory they fill: below /tmp, which a service and a
+    shell share, also where TMPDIR says otherwise. XDG_RUNTIME_DIR a service does not have."""
     parent = TMP if os.access(TMP, os.W_OK | os.X_OK) else tempfile.gettempdir()
     return Path(parent, f"tandem-{os.getuid()}")
 

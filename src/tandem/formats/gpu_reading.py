@@ -64,5 +64,5 @@ def takes_tensor_cores(codes: str, scale: str, group: int, depth: int, padded_de
 
 
 def is_plain_steps(codes: str, depth: int, padded_depth: int) -> bool:
-    """Whether panels are bfloat16 without scales, in whole steps, rows of x in units of 16 bytes."""
+    """True for panels of bfloat16 without scales, in whole steps of MMA_STEP k, with a depth in units of 16 bytes."""
     return codes == PLAIN_CODES and padded_depth % MMA_STEP == depth % 8 == 0

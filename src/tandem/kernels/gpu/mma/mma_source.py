@@ -48,7 +48,7 @@ def has_steps(panels: Panels) -> bool:
 
 
 def has_plain_steps(panels: Panels) -> bool:
-    """Whether such panels are bfloat16 itself, for which `code_product` alone has code."""
+    """True for panels of bfloat16 itself, which `code_product` alone multiplies."""
     return is_plain_steps(panels.fmt, panels.depth, panels.padded_depth)
 
 
