@@ -15,7 +15,7 @@ import uvloop
 from quiet_clock import PATIENCE
 from server_harness import LocalServer, listening_server
 from server_requests import pages_are_back
-from tandem.server.guard import protocol
+from tandem.server.guard import answering, protocol
 
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 HEALTH = b"GET /health HTTP/1.1\r\nHost: tandem\r\n\r\n"
@@ -124,6 +124,36 @@ def test_a_client_that_closes_its_side_gets_its_answers(run, stream: bool):
         assert [status for status in statuses(said) if status != 102] == [200] * 3
         assert said.count(b'"finish_reason":{"type":"length","length":200}') == 2
         assert said.endswith(b'{"status":"ok"}')
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("soon", [True, False])
+def test_a_client_that_closes_its_side_when_its_answer_has_begun(run, monkeypatch, soon: bool):
+    """A short answer begins before the end behind its request is read; later, the end means that the client left."""
+    monkeypatch.setattr(answering, "EOF_SECONDS", PATIENCE if soon else -1.0)
+
+    async def scenario(server: LocalServer) -> None:
+        reader, writer = await connected(server, post(500 if soon else 2000, stream=True))
+        begin = await reader.readuntil(b"data: ")
+        writer.write_eof()
+        said = begin + await reader.read()
+        assert (b"[DONE]" in said) == soon
+        writer.close()
+
+    run(scenario)
+
+
+def test_one_that_closes_its_side_and_leaves_is_found_by_its_answer(run, monkeypatch):
+    monkeypatch.setattr(answering, "EOF_SECONDS", PATIENCE)
+
+    async def scenario(server: LocalServer) -> None:
+        reader, writer = await connected(server, post(4000, stream=True))
+        await reader.readuntil(b"data: ")
+        writer.close()
+        while server.state.client.open_answers:
+            await asyncio.sleep(0.005)
+        assert 'finish_reason="abort"} 1.0' in (await server.client.get("/metrics")).text
 
     run(scenario)
 

@@ -18,6 +18,7 @@ MAX_URL_BYTES = 16 << 10
 MAX_HEAD_BYTES = 64 << 10  # all header lines of a request
 MAX_HEADERS = 128
 HEAD_SECONDS = 20.0  # for the URL and all header lines, also of the first request after connecting
+EOF_SECONDS = 1.0  # behind a request: a client that closes its side so soon waits for its answer, begun or not
 LINGER_SECONDS = 1.0  # what a refused client still sends is read and thrown away
 MAX_CONNECTIONS = 16_384
 WAITING_SECONDS = 10.0  # until a stream begins without its first token, and until it says again that it waits

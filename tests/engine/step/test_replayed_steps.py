@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fake_model import check_pages, fake_logits, greedy_reference, request, run, token_ids
-from replayed_graphs import replayed_engine
+from replayed_graphs import hold_last_piece, replayed_engine
 from tandem.engine.engine import Engine
 from tandem.engine.speculation.oracle_drafter import OracleDrafter
 from tandem.engine.step.path import Path
@@ -217,10 +217,12 @@ def test_a_graph_that_the_cpu_would_have_a_part_in_is_not_replayed(monkeypatch, 
 @pytest.mark.parametrize("flags", [{}, {"prompts": ()}, {"alone": False}, {"reserved_sms": 8}], ids=str)
 def test_an_abort_ends_a_pass_and_another_can_begin(monkeypatch, flags: dict[str, Any]) -> None:
     engine, calls = decoding(monkeypatch, **flags)
-    engine.add(request("b", PROMPTS["b"], max_tokens=4))
-    engine.step()
-    assert engine._scheduler.in_flight
-    engine.abort("b")
+    with monkeypatch.context() as held:
+        hold_last_piece(held, engine)
+        engine.add(request("b", PROMPTS["b"], max_tokens=4))
+        engine.step()
+        assert engine._scheduler.in_flight
+        engine.abort("b")
     assert not engine._scheduler.in_flight and calls.count("release") == 1 and calls[-1] == "streams end"
     check_pages(engine)
     engine.add(request("c", PROMPTS["c"], max_tokens=4))
@@ -293,9 +295,12 @@ def test_layers_of_a_prompt_may_be_given_until_the_gpu_has_ended_a_step(monkeypa
     opened.clear()
     engine.step()  # no prompt is under way
     assert opened == [False]
-    engine.add(request("b", PROMPTS["b"], max_tokens=3))
-    engine.step()
-    assert engine._scheduler.in_flight
-    opened.clear()
-    engine.step()
-    assert opened == [True] and not runner._launcher._open.is_set()
+    with monkeypatch.context() as held:
+        hold_last_piece(held, engine)
+        engine.add(request("b", PROMPTS["b"], max_tokens=3))
+        engine.step()
+        assert engine._scheduler.in_flight
+        opened.clear()
+        engine.step()
+        assert opened == [True] and not runner._launcher._open.is_set()
+        engine.abort("b")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from threading import Event
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from tandem.engine.sampling.logits import best_of
 from tandem.engine.speculation.draft import Drafter
 from tandem.engine.start import parts
 from tandem.engine.start.parts import EngineParts
-from tandem.engine.step.prefill import LayerPieces
+from tandem.engine.step.prefill import LayerPieces, PrefillTask
 from tandem.experts.handoff import Handoff
 from tandem.experts.handoff_counts import HandoffSizes
 
@@ -212,3 +213,20 @@ def replayed_engine(
     engine = Engine.from_parts(own)
     engine._scheduler.pace.slice_seconds = lambda: 0.0  # a piece, whatever it takes
     return engine, calls
+
+
+def hold_last_piece(patch: pytest.MonkeyPatch, engine: Engine) -> None:
+    """The launch thread stays before a task's last piece until it is stopped. Without this the thread may give all of
+    them within one step: how many depends on the machine's load."""
+    launcher, released = engine.gpu_runner._launcher, Event()
+    if launcher is None:
+        return
+    wait, stop = PrefillTask.wait_for_room, launcher.stop
+
+    def wait_for_room(task: PrefillTask) -> None:
+        wait(task)
+        if task.pieces_left() == 1:
+            assert released.wait(60), "nobody stopped the launch thread"
+
+    patch.setattr(PrefillTask, "wait_for_room", wait_for_room)
+    patch.setattr(launcher, "stop", lambda: [released.set(), stop()])

@@ -9,7 +9,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from tandem.server.guard.half_closed import HalfClosed
 from tandem.server.guard.unframed import Unframed
-from tandem.server.limits import LINGER_SECONDS
+from tandem.server.limits import EOF_SECONDS, LINGER_SECONDS
 
 
 class AnsweringProtocol(HttpToolsProtocol):
@@ -20,6 +20,7 @@ class AnsweringProtocol(HttpToolsProtocol):
         self._answered: RequestResponseCycle | None = None  # the newest request that a task answers
         self._last_words: bytes | None = None  # behind the answers to all requests
         self._half_closed: HalfClosed | None = None
+        self._asked_at = 0.0  # when the newest request was whole, on the event loop's clock
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._half_closed is not None:
@@ -30,9 +31,12 @@ class AnsweringProtocol(HttpToolsProtocol):
             self._answered.message_event.set()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """False: the connection is closed, and what runs for it ends. One that has begun to get its answer has left."""
+        """False: the connection is closed, and what runs for it ends. A client whose answer has begun has left, unless
+        it closed its side right behind its request: then its answer tells, as writing it fails for one that left."""
         cycle = self._answered
-        if cycle is None or cycle.response_started or cycle.more_body or cycle.scope["http_version"] == "1.0":
+        if cycle is None or cycle.response_complete or cycle.more_body or cycle.scope["http_version"] == "1.0":
+            return False
+        if cycle.response_started and self.loop.time() - self._asked_at > EOF_SECONDS:
             return False
         self.cycle.keep_alive = False
         self._half_closed = HalfClosed(self.transport, lambda: cycle.response_started)
@@ -42,6 +46,10 @@ class AnsweringProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.cycle.scope["http_version"] == "1.0":
             self.cycle.send = Unframed(self.cycle).send  # type: ignore[method-assign, assignment]
+
+    def on_message_complete(self) -> None:
+        self._asked_at = self.loop.time()
+        super().on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
