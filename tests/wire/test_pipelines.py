@@ -15,7 +15,7 @@ import uvloop
 from quiet_clock import PATIENCE
 from server_harness import LocalServer, listening_server
 from server_requests import pages_are_back
-from tandem.server.guard import answering, protocol
+from tandem.server.guard import answering, half_closed, protocol
 
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 HEALTH = b"GET /health HTTP/1.1\r\nHost: tandem\r\n\r\n"
@@ -154,6 +154,23 @@ def test_one_that_closes_its_side_and_leaves_is_found_by_its_answer(run, monkeyp
         while server.state.client.open_answers:
             await asyncio.sleep(0.005)
         assert 'finish_reason="abort"} 1.0' in (await server.client.get("/metrics")).text
+
+    run(scenario)
+
+
+def test_an_answer_that_stands_still_is_not_worked_on_for_one_that_left(run, monkeypatch):
+    """Nothing is written that could find out: it begins, and then waits for a step that takes long."""
+    monkeypatch.setattr(answering, "EOF_SECONDS", PATIENCE)
+    monkeypatch.setattr(half_closed, "QUIET_SECONDS", 0.2)
+
+    async def scenario(server: LocalServer) -> None:
+        reader, writer = await connected(server, post(4000, stream=True))
+        await reader.readuntil(b"data: ")
+        with monkeypatch.context() as halted:
+            halted.setattr(server.state.client, "deliver", lambda message: None)
+            writer.close()
+            while server.state.client.open_answers:
+                await asyncio.sleep(0.005)
 
     run(scenario)
 

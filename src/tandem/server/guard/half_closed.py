@@ -1,19 +1,25 @@
 """`HalfClosed`: a client that has closed its side behind a whole request waits for the answer (`nc -N`), or has left.
 
 TCP tells the two apart only by what comes back when something is sent. So an interim response is, which HTTP/1.1's
-clients skip: the system of one that has left refuses it, or says nothing.
+clients skip: the system of one that has left refuses it, or says nothing. Within an answer that has begun only its own
+pieces can be sent. If none follows, the client counts as having left: somebody would be worked for in vain otherwise.
 """
 
 from __future__ import annotations
 
 import asyncio
 import fcntl
+import socket
 import struct
 import termios
 from collections.abc import Callable
 
 FIRST_SECONDS = 0.1  # until the first, and then the second, which finds out what became of the first
 MOST_SECONDS = 10.0  # between two later ones; each waits twice as long as the last
+QUIET_SECONDS = 1.0  # without a piece of an answer that has begun
+
+_STATE_CLOSED = 7  # of Linux's tcp_info: the other system has refused what came
+_BYTES_ACKED_OFFSET = 120  # of tcp_info, a u64
 
 _INTERIM = b"HTTP/1.1 102 Processing\r\n\r\n"
 
@@ -24,7 +30,11 @@ class HalfClosed:
         self._transport, self._is_begun = transport, is_begun
         self._loop = asyncio.get_running_loop()
         self._sent = 0
-        self._timer = self._loop.call_later(FIRST_SECONDS, self._look)
+        if is_begun():
+            written = _written_bytes(transport)
+            self._timer = self._loop.call_later(QUIET_SECONDS, self._look_at_pieces, written)
+        else:
+            self._timer = self._loop.call_later(FIRST_SECONDS, self._look)
 
     def cancel(self) -> None:
         self._timer.cancel()
@@ -39,8 +49,26 @@ class HalfClosed:
         self._sent += 1
         self._timer = self._loop.call_later(min(MOST_SECONDS, FIRST_SECONDS * 2 ** (self._sent - 1)), self._look)
 
+    def _look_at_pieces(self, written_bytes: int) -> None:
+        """written_bytes: when the client closed its side."""
+        if self._transport.is_closing():
+            return
+        if _is_refused(self._transport) or _written_bytes(self._transport) == written_bytes:
+            self._transport.abort()
+
 
 def _unacknowledged(transport: asyncio.Transport) -> int:
     """Bytes that the client's system has not taken."""
     number = transport.get_extra_info("socket").fileno()
     return int(struct.unpack("i", fcntl.ioctl(number, termios.TIOCOUTQ, b"\0" * 4))[0])
+
+
+def _written_bytes(transport: asyncio.Transport) -> int:
+    """Bytes that the system has been given for the client, whether it has taken them or not."""
+    info: bytes = transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    return int(struct.unpack_from("Q", info, _BYTES_ACKED_OFFSET)[0]) + _unacknowledged(transport)
+
+
+def _is_refused(transport: asyncio.Transport) -> bool:
+    info: bytes = transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    return info[0] == _STATE_CLOSED
