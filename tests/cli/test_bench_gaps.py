@@ -21,7 +21,7 @@ from tandem.bench.gaps.readers import (
     LongPrompt,
     LongPrompts,
 )
-from tandem.bench.load_client import LoadError, SentRequest
+from tandem.bench.load_client import LoadError, SentRequest, ServedExperts
 from tandem.engine.protocol import GenerateRequest, SamplingSettings
 from tandem.errors import ConfigError
 from tandem.flags.engine_config import EngineConfig
@@ -88,14 +88,15 @@ def test_a_row_says_medians_and_the_longest() -> None:
         answers=[answer(*ticks, 1.1, 1.9)],
         loaded_prompts=[LongPrompt(1.05, 6.05)],
     )
-    row = rows.row_of(request("http://x", GapLoad(1000)), "echo", found, 0.5)
+    row = rows.row_of(request("http://x", GapLoad(1000)), "echo", found, ServedExperts(0.5, "uniform", True))
+    assert (row["gpu_share"], row["placement"], row["live"]) == (0.5, "uniform", True)
     assert row["idle_p50_ms"] == pytest.approx(10, abs=0.01) and row["idle_gaps"] == 100
     assert (row["gaps"], row["beside_max_ms"]) == (2, 800.0)
     assert (row["prompt_alone_tok_s"], row["prompt_tok_s"], row["prompt_share"]) == (500.0, 200.0, 0.4)
     assert row["beside_p99_ms"] == pytest.approx(100 + 0.99 * 700)
     assert row["p99_over_idle"] == pytest.approx(79.3, abs=0.1)
     with pytest.raises(LoadError, match="give a shorter --long-prompt"):
-        rows.row_of(request("http://x", GapLoad(1000)), "echo", GapFigures(), None)
+        rows.row_of(request("http://x", GapLoad(1000)), "echo", GapFigures(), ServedExperts())
 
 
 def test_a_server_is_measured(echo, tmp_path, capsys) -> None:
@@ -104,7 +105,7 @@ def test_a_server_is_measured(echo, tmp_path, capsys) -> None:
     out, picture = tmp_path / "out" / "gaps.json", tmp_path / "gaps.png"
     rows.run(request(echo.url, wanted), out, picture)
     [row] = json.loads(out.read_text())
-    assert (row["bench"], row["config"], row["gpu_share"], row["tokens"]) == ("gaps", "echo", None, 1500)
+    assert (row["bench"], row["config"], row["gpu_share"], row["tokens"]) == ("gaps", "echo", 0.0, 1500)
     assert row["idle_gaps"] >= 30 and row["gaps"] >= 30 and row["prompts"] >= 2
     assert 0 < row["idle_p50_ms"] <= row["idle_p99_ms"] and row["beside_p99_ms"] <= row["beside_max_ms"]
     assert row["prompt_tok_s"] > 0 and row["prompt_alone_tok_s"] > 0

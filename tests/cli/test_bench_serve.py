@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from echo_engine import CONTEXT
+from plans import plan, with_gpu
 from server_harness import ServerProcess, running, spawn_echo
 from tandem.bench import load_client
 from tandem.bench import serve as bench_serve
-from tandem.bench.load_client import LoadClient, LoadError, LoadShape, SentRequest, prompts_of
+from tandem.bench.load_client import LoadClient, LoadError, LoadShape, SentRequest, ServedExperts, prompts_of
 from tandem.bench.own_server import own_server
 from tandem.bench.prompt_file import read_prompts
 from tandem.bench.serve import LoadFlags
+
+MOVING = {"kt_enable_dynamic_expert_update": True}
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +59,38 @@ def test_all_tokens_are_counted(echo, tmp_path, capsys) -> None:
     bench_serve.run(request(echo.url, *loads), tmp_path / "out" / "serve.json")
     closed, open_ = json.loads((tmp_path / "out" / "serve.json").read_text())
     assert (closed["requests"], closed["failed"], closed["concurrency"], closed["rate"]) == (6, 0, 3, None)
+    assert (closed["gpu_share"], closed["placement"], closed["live"], closed["flags"]) == (0.0, None, False, "")
     assert closed["tok_s"] * closed["seconds"] == pytest.approx(6 * 12, rel=0.01)
     assert closed["prompt_tok_s"] * closed["seconds"] == pytest.approx(6 * 20, rel=0.01)
     assert 0 < closed["ttft_ms_p50"] <= closed["ttft_ms_p99"] <= 1e3 * closed["seconds"]
     assert open_["rate"] == 200.0 and open_["failed"] == 0 and open_["bound_tok_s"] == 0
     shown = capsys.readouterr().out
     assert "x 3" in shown and "200/s" in shown and "Written to" in shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected", "text"),
+    [
+        ({"device": "cpu"}, ServedExperts(0.0, None, False), ""),
+        ({}, ServedExperts(1.0, "uniform", False), "100% of the experts on the GPU (uniform)"),
+        (
+            {"kt_gpu_experts_ratio": 0.25, "kt_expert_placement_strategy": "random", **MOVING},
+            ServedExperts(0.25, "random", True),
+            "25% of the experts on the GPU (random), which change places",
+        ),
+    ],
+)
+def test_where_experts_are_is_read_from_the_servers_plan(flags, expected: ServedExperts, text: str) -> None:
+    """From JSON, as `/server_info` has it."""
+    found = ServedExperts.of(json.loads(msgspec.json.encode(plan(with_gpu(), **flags))))
+    assert found == expected and found.text() == text
+
+
+def test_a_server_that_is_no_tandem_says_nothing_of_experts(echo) -> None:
+    assert LoadClient(echo.url, "key").served_experts("echo") == ServedExperts(0.0, None, False)
+    assert LoadClient(echo.url, "wrong").served_experts("echo") == ServedExperts()
+    assert LoadClient("http://127.0.0.1:1").served_experts("echo") == ServedExperts()
+    assert ServedExperts.of(None).text() == ""
 
 
 def test_no_more_requests_are_in_flight_than_asked(echo) -> None:

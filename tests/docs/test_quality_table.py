@@ -11,7 +11,6 @@ from tandem.bench.known_quality import MeasuredExperts, quality_line
 from tandem.formats.gguf_blocks import GGUF_CODES
 
 script: ModuleType = script_module("quality_table")
-EXACT_ONLY = {"Q5_1", "Q5_K", "Q8_0"}
 
 
 def test_the_table_is_that_of_the_newest_rows() -> None:
@@ -28,20 +27,16 @@ def test_the_table_is_that_of_the_newest_rows() -> None:
 
 
 def test_every_type_that_is_read_has_a_row() -> None:
-    """Codes of each are also multiplied with int8 activations. Those that were not are named."""
+    """Codes of each are also multiplied with int8 activations."""
     measured = {row["what"] for row in script.rows_kept()}
-    assert measured >= {f"GGUF {name}" for name in GGUF_CODES}
-    exact_only = {name for name in GGUF_CODES if f"GGUF {name} {script.ROUNDED}" not in measured}
-    assert exact_only == EXACT_ONLY
-    page = " ".join(script.PAGE.read_text(encoding="utf-8").split())
-    assert not exact_only or f"{', '.join(sorted(exact_only))}: not measured with int8 activations." in page
+    assert measured >= {f"GGUF {label}" for name in GGUF_CODES for label in (name, f"{name} {script.ROUNDED}")}
 
 
 def test_what_kt_bench_decode_says_is_in_the_table() -> None:
     known = json.loads(script.DEMO_FILE.read_text(encoding="utf-8"))
     assert known == script.of_methods()
     for name in ("INT8", "INT4", *GGUF_CODES):
-        for int8_activations in (False,) if name in EXACT_ONLY else (False, True):
+        for int8_activations in (False, True):
             experts = MeasuredExperts(((name.lower(), 1.0),), int8_activations)
             figures = known[experts.name]
             line = quality_line("demo", True, experts)

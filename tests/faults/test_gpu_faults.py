@@ -55,7 +55,7 @@ def server(shared: ServerProcess) -> ServerProcess:
 def expected(shared: ServerProcess) -> list[int]:
     """And it is a GPU that answers, with experts on both sides."""
     gpu = shared.info()["plan"]["gpu"]
-    assert gpu is not None and gpu["experts"] > 0
+    assert gpu is not None and gpu["sizes"]["experts"] > 0
     return answer(shared)
 
 

@@ -61,6 +61,11 @@ def numbers(gpus: list[Gpu], ranks: int = 2, links: GpuLinks = GpuLinks()) -> li
 
 NVLINKS, NO_LINKS, NO_PEERS = linked({}, "NV18"), linked({}, "PHB"), linked({}, "NV18", "TNS")
 UNKNOWN_PEERS = GpuLinks(NVLINKS.ways, {})
+ONE_WAY = [  # what the driver says of one direction alone
+    GpuLinks(NVLINKS.ways, NVLINKS.peers | {pair: "NS" for pair in NVLINKS.peers if (pair[0] < pair[1]) == upwards})
+    for upwards in (False, True)
+]
+HALF_KNOWN = GpuLinks({pair: "PHB" for pair in NVLINKS.ways if pair[0] > pair[1]}, {})
 
 
 @pytest.mark.parametrize("name", ["2xh200", "2xa100", "2xh100"])
@@ -71,6 +76,7 @@ UNKNOWN_PEERS = GpuLinks(NVLINKS.ways, {})
         (GpuLinks(NVLINKS.ways, dict.fromkeys(NVLINKS.ways, "U")), "NVLink"),  # the driver does not know
         (NO_LINKS, "mapped CPU memory"), (GpuLinks(NO_LINKS.ways, {}), "mapped CPU memory"),
         (NO_PEERS, "mapped CPU memory"), (GpuLinks({}, NO_PEERS.peers), "mapped CPU memory"),
+        *((each, "mapped CPU memory") for each in (*ONE_WAY, HALF_KNOWN)),
     ],
 )  # fmt: skip
 def test_cards_of_nvlink_count_as_such_where_it_joins_them(name: str, links: GpuLinks, lane: str) -> None:
@@ -159,6 +165,9 @@ def test_near_gpus_are_taken() -> None:
     assert numbers(gpus, 2) == [0, 1] and numbers(gpus, 2, linked({})) == [0, 1]  # all alike
     assert numbers(gpus, 2, linked({(2, 3): "NV4", (0, 1): "PIX"})) == [2, 3]
     assert numbers(gpus, 2, linked({(2, 3): "NV4", (0, 1): "PIX"}, peers="CNS")) == [0, 1]  # of which nobody can write
+    half = linked({(2, 3): "NV4", (0, 1): "PIX"})
+    for one_way in ((2, 3), (3, 2)):
+        assert numbers(gpus, 2, GpuLinks(half.ways, half.peers | {one_way: "CNS"})) == [0, 1]
 
 
 def test_the_order_of_the_user_wins(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -95,6 +95,35 @@ def prompts_of(load: LoadShape) -> list[tuple[Prompt, int]]:
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class ServedExperts:
+    """Where a server has its routed experts, as its own plan says. None: not known, of another server. gpu_share: of
+    them, on GPUs, 0 to 1; placement: the strategy that chose those; live: they change places while it serves."""
+
+    gpu_share: float | None = None
+    placement: str | None = None
+    live: bool | None = None
+
+    @classmethod
+    def of(cls, plan: Mapping[str, Any] | None) -> ServedExperts:
+        """plan: of `/server_info`."""
+        if plan is None:
+            return cls()
+        if plan["gpu"] is None:
+            return cls(0.0, None, False)
+        count = next((each["value"] for each in plan["decisions"] if each["name"] == "GPU experts"), "")
+        there, _, everyone = count.partition(" of ")
+        share = int(there) / max(1, int(everyone)) if everyone else None
+        return cls(share if share is None else round(share, 4), plan["gpu"]["placement"], plan["gpu"]["live"])
+
+    def text(self) -> str:
+        """As a table says it; "": there is nothing to say."""
+        if not self.gpu_share:
+            return ""
+        moving = ", which change places" if self.live else ""
+        return f"{self.gpu_share:.0%} of the experts on the GPU ({self.placement}){moving}"
+
+
 class LoadClient:
     """`run` sends a load and collects the answers; a failed request is an answer with an error."""
 
@@ -115,6 +144,16 @@ class LoadClient:
             raise LoadError(
                 f"no OpenAI server answers at {self._url} ({error}); start one with kt serve, or give another --url"
             ) from error
+
+    def served_experts(self, model: str) -> ServedExperts:
+        """As the server says it; a server that is no Tandem does not."""
+        try:
+            url, asked = f"{self._url}/server_info", {"model": model}
+            answer = httpx.get(url, params=asked, headers=self._headers, timeout=10.0, trust_env=False)
+            answer.raise_for_status()
+            return ServedExperts.of(answer.json().get("plan"))
+        except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError):
+            return ServedExperts()
 
     def http(self) -> httpx.AsyncClient:
         """For any number of requests at once."""

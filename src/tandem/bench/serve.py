@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tandem.bench.ceilings import measure_read_gbps
-from tandem.bench.load_client import LoadClient, LoadError, LoadShape, SentRequest
+from tandem.bench.load_client import LoadClient, LoadError, LoadShape, SentRequest, ServedExperts
 from tandem.bench.own_server import own_server
 from tandem.bench.rows import stamp, write
 from tandem.engine.start.model_files import prepare
@@ -45,11 +45,16 @@ class LoadRow:
     """One load. Rates count successful requests over the time from the first one sent to the last token. Times are in
     milliseconds: to the first token, per further token of an answer, between pieces as they came, of a request.
     bound_tok_s: of decoding alone with so many sequences: weights read per step ÷ DRAM bandwidth, measured before the
-    server started; 0: not known (another server, a GPU, a rate)."""
+    server started; 0: not known (another server, a GPU, a rate). flags: of a server of our own. gpu_share, placement,
+    live: as `ServedExperts`, when the load ended."""
 
     bench: str
     config: str
     server: str
+    flags: str
+    gpu_share: float | None
+    placement: str | None
+    live: bool | None
     concurrency: int | None
     rate: float | None
     requests: int
@@ -120,7 +125,8 @@ def _rows(request: LoadFlags, url: str, bound: Callable[[int], float]) -> Iterat
     for load in request.loads:
         answers, seconds = _under(client, name, load)
         most = bound(load.concurrency) if load.concurrency else 0.0
-        yield _row(request, name, load, _succeeded(answers), seconds, most), answers
+        experts = client.served_experts(name)
+        yield _row(request, name, load, _succeeded(answers), seconds, most, experts), answers
 
 
 def _under(client: LoadClient, name: str, load: LoadShape) -> tuple[list[SentRequest], float]:
@@ -138,7 +144,13 @@ def _succeeded(answers: list[SentRequest]) -> list[SentRequest]:
 
 
 def _row(
-    request: LoadFlags, name: str, load: LoadShape, answers: list[SentRequest], seconds: float, bound: float
+    request: LoadFlags,
+    name: str,
+    load: LoadShape,
+    answers: list[SentRequest],
+    seconds: float,
+    bound: float,
+    experts: ServedExperts,
 ) -> LoadRow:
     machine, tok_s = Machine.detect(), sum(a.tokens for a in answers) / seconds
     per_token = [t for a in answers if (t := a.seconds_per_token) is not None]
@@ -147,6 +159,10 @@ def _row(
         bench="serve",
         config=name,
         server="tandem" if request.url is None else request.url,
+        flags=" ".join(request.flags),
+        gpu_share=experts.gpu_share,
+        placement=experts.placement,
+        live=experts.live,
         concurrency=load.concurrency,
         rate=load.rate,
         requests=load.requests,
@@ -195,7 +211,9 @@ def table(rows: list[LoadRow]) -> Table:
     first = rows[0]
     lengths = f"{first.input_len} tokens in, {first.output_len} out"
     caption = "tokens per second out and in; bound: share of what decoding alone could do; times: median (p99) in ms"
-    loads = Table(title=f"{first.config}: {first.requests} requests of {lengths}", caption=caption)
+    experts = ServedExperts(first.gpu_share, first.placement, first.live).text()
+    title = "; ".join(filter(None, (f"{first.config}: {first.requests} requests of {lengths}", experts)))
+    loads = Table(title=title, caption=caption)
     loads.add_column("load")
     for name in ("out/s", "bound", "in/s", "first token", "per token", "gap p99", "failed"):
         loads.add_column(name, justify="right")

@@ -30,8 +30,8 @@ class GpuLinks:
     peers: Mapping[Pair, str] = field(default_factory=dict, hash=False)
 
     def no_nvlink(self, numbers: Iterable[int]) -> bool:
-        """True where the driver says of two of these GPUs that no NVLink joins them, or that they cannot write into
-        each other's memory, as in some virtual machines."""
+        """True where the driver says of two of these GPUs that no NVLink joins them, or that one cannot reach the
+        other's memory, as in some virtual machines."""
         return any(self._no_nvlink(pair) for pair in combinations(numbers, 2))
 
     def hops(self, one: int, other: int) -> int:
@@ -42,6 +42,10 @@ class GpuLinks:
         return HOPS.get(word, len(HOPS) + 1)
 
     def _no_nvlink(self, pair: Pair) -> bool:
+        return self._denied(pair) or self._denied(pair[::-1])
+
+    def _denied(self, pair: Pair) -> bool:
+        """True where the driver says it of this direction; ranks need both."""
         word, state = self.ways.get(pair, ""), self.peers.get(pair, PEERS_UNKNOWN)
         no_link = word not in ("", "X") and not _NVLINK.fullmatch(word)
         return no_link or state not in (PEERS_WORK, PEERS_UNKNOWN, "X")

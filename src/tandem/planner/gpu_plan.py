@@ -62,6 +62,8 @@ class GpuMemory:
     memory: MemoryPlan
     ring_bytes: int = 0  # that experts in CPU memory are brought to
     ring_reason: str = "every expert is on the GPU"
+    exchange_bytes: int = 0  # that experts on their way to slots are in; 0: experts stay where they are
+    exchange_reason: str = ""  # why they move, or stay
     prompt_sizes: tuple[int, ...] = ()  # rows of chunks of prompts that are CUDA graphs, too
     draft_experts: bool = False  # those of a draft layer are there, too: all or none
     step_tokens: int = GPU_PREFILL_TOKENS  # of a step, where nothing was asked; scratch is counted for so many
@@ -195,6 +197,7 @@ def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, kv_bytes: int) -
         LedgerEntry("other stages", (stages - 1) * each_stage, "of each further GPU"),
         LedgerEntry("borders", borders, "two chunks of a prompt, on their way to each further GPU"),
         LedgerEntry("ring", ring_bytes, "buffers for experts that come from CPU memory for long prompts"),
+        LedgerEntry("exchanges", plan.sizes.exchange_bytes, "buffers for experts that change places"),
     ]
     return ledger(VRAM, entries, memory.budget_bytes, gpu.free_bytes)
 

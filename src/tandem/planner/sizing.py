@@ -17,6 +17,7 @@ from tandem.errors import ConfigError, DoesNotFit, GpuTooSmall
 from tandem.machine.gpus import Gpu
 from tandem.planner.choices.expert_streaming import experts_kept_off, graph_bytes, ring_for, streams_not
 from tandem.planner.choices.left_to_ram import asked_experts, expert_bytes, short_of_ram, ways_out
+from tandem.planner.choices.live_placement import live_placement
 from tandem.planner.choices.speculation import check_gpu_drafts
 from tandem.planner.cuda_graphs import prompt_sizes
 from tandem.planner.expert_sizes import ExpertSizes, expert_sizes
@@ -42,6 +43,7 @@ from tandem.planner.memory import (
     wanted_context,
 )
 from tandem.planner.stages.chunks import border_bytes
+from tandem.spec.gpu_scratch import exchange_buffers
 from tandem.spec.model_config import draft_experts
 from tandem.spec.shard import ALONE
 
@@ -51,10 +53,12 @@ DEFAULT_CONTEXT = 32768  # tokens: experts do not make room for more unless --co
 
 @dataclass(frozen=True)
 class GpuRoom:
-    """A request and a GPU: what is there, and what is taken before experts and KV cache. Bytes."""
+    """A request and a GPU: what is there, and what is taken before experts and KV cache. Bytes. moving: experts change
+    places."""
 
     request: MemoryRequest
     gpu: Gpu
+    moving: bool = False
 
     @cached_property
     def budget(self) -> int:
@@ -83,6 +87,11 @@ class GpuRoom:
         return expert_sizes(self.request)
 
     @cached_property
+    def exchanges(self) -> int:
+        """Bytes for experts on their way to slots."""
+        return exchange_buffers(self.sizes.largest) * self.sizes.largest if self.moving else 0
+
+    @cached_property
     def left_by_short_steps(self) -> int:
         """Bytes of the workspace: steps of the usual length have fewer experts' rows."""
         less = self._unpacking(long_step_tokens(self.request.model)) - self._unpacking(GPU_PREFILL_TOKENS)
@@ -105,7 +114,7 @@ def fits(room: GpuRoom, reserved: int = 0, **changes: Any) -> GpuMemory | None:
     """Bytes for experts and KV cache with these changes of the request or its flags, where so many are reserved
     already; None: they do not fit, or experts that stay in CPU memory do not fit there."""
     if changes:
-        room = GpuRoom(changed(room.request, **changes), room.gpu)
+        room = replace(room, request=changed(room.request, **changes))
     try:
         return _divided(room, reserved)
     except ConfigError:
@@ -114,7 +123,38 @@ def fits(room: GpuRoom, reserved: int = 0, **changes: Any) -> GpuMemory | None:
 
 def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
     """Raises GpuTooSmall with the numbers when the GPU or the CPU memory beside it is too small."""
-    room = GpuRoom(request, gpu)
+    still = _sized(GpuRoom(request, gpu))
+    moves, why = live_placement(request, still.experts, still.draft_experts)
+    if not moves:
+        return replace(still, exchange_reason=why)
+    return _with_exchanges(GpuRoom(request, gpu, moving=True), still)
+
+
+def _with_exchanges(room: GpuRoom, still: GpuMemory) -> GpuMemory:
+    """With buffers for experts that change places, if they leave slots to move into. Where nobody asked for moving,
+    context, ring and graphs of prompts have to stay as they are, too."""
+    asked = room.request.config.kt_enable_dynamic_expert_update
+    try:
+        memory = _sized(room)
+    except ConfigError:
+        memory = replace(still, experts=0)
+    if memory.experts == 0 or not (asked or _kept(memory) == _kept(still)):
+        why = f"{room.exchanges >> 20} MiB of GPU memory for experts that change places are not there"
+        return replace(still, exchange_reason=why, cramped=why if asked else still.cramped)
+    moves, why = live_placement(room.request, memory.experts, memory.draft_experts)
+    if not moves:
+        return replace(still, exchange_reason=why)
+    return replace(memory, exchange_bytes=room.exchanges, exchange_reason=why)
+
+
+def _kept(memory: GpuMemory) -> tuple[object, ...]:
+    """Things that live placement takes from nobody who did not ask for it."""
+    return min(memory.memory.context_length, DEFAULT_CONTEXT), memory.ring_bytes, memory.prompt_sizes
+
+
+def _sized(room: GpuRoom) -> GpuMemory:
+    """Raises GpuTooSmall."""
+    request, gpu = room.request, room.gpu
     memory = fits(room) or _short_steps(room)
     check_gpu_drafts(request.config, request.model)
     if memory.experts >= request.model.routed_experts:
@@ -207,6 +247,7 @@ def explained(error: DoesNotFit) -> DoesNotFit:
 def _divided(room: GpuRoom, extra: int) -> GpuMemory:
     """Raises ConfigError where something does not fit, or was asked for in vain."""
     request = room.request
+    extra += room.exchanges
     left = room.budget - room.dense - room.workspace - extra
     context, context_reason = wanted_context(request)
     experts, expert_reason = _experts_asked(request)

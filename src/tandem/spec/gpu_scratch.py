@@ -36,12 +36,18 @@ CODES_PAIRS = 192  # (token, expert) pairs of an expert, on average, up to which
 
 EXCHANGE_BYTES = 96 << 20
 """For experts on their way to slots, while placement follows use: two of them at least."""
+LEAST_EXCHANGE_BUFFERS, MOST_EXCHANGE_BUFFERS = 2, 64
 
 MOST_SHARED_SECONDS = 0.4
 """Seconds of the longest step in which all experts travel, for which rows that decode wait.
 
 It moves a whole chunk of a prompt. Where it would be longer, such steps are short and the CPU computes its experts.
 """
+
+
+def exchange_buffers(expert_bytes: int) -> int:
+    """How many experts can be on their way. expert_bytes: of the largest one, packed."""
+    return max(LEAST_EXCHANGE_BUFFERS, min(MOST_EXCHANGE_BUFFERS, EXCHANGE_BYTES // max(1, expert_bytes)))
 
 
 def unpacked_bytes(hidden: int, width: int) -> int:

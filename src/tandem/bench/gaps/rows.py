@@ -6,22 +6,19 @@ import statistics
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 from rich.console import Console
 
-from tandem.bench.architectures import named_config
 from tandem.bench.gaps.made_up import PROGRAM, write_folder
 from tandem.bench.gaps.readers import Gap, GapFigures, GapLoad, LongPrompt, measure
-from tandem.bench.load_client import LoadClient, LoadError
+from tandem.bench.load_client import LoadClient, LoadError, ServedExperts
 from tandem.bench.own_server import own_server
 from tandem.bench.rows import Row, machine_name, stamp, write
 from tandem.engine.start.model_files import prepare
-from tandem.engine.start.planning import model_of
 from tandem.flags.engine_config import EngineConfig
 from tandem.machine.machine import Machine
 
@@ -51,7 +48,7 @@ def run(request: GapFlags, out: Path | None, plot: Path | None) -> None:
         client = LoadClient(url, request.api_key)
         name = client.model_name()
         readings = measure(client, name, request.load, status.update)
-        row = row_of(request, name, readings, gpu_share(request, url))
+        row = row_of(request, name, readings, client.served_experts(name))
     console.print_json(data=row)
     if out is not None:
         write([row], out)
@@ -76,22 +73,7 @@ def _server(request: GapFlags) -> Iterator[str]:
                 yield url
 
 
-def gpu_share(request: GapFlags, url: str) -> float | None:
-    """Share, 0 to 1, of the routed experts that are on the GPU; None for a server that we have not started."""
-    if request.url is not None:
-        return None
-    gpu = httpx.get(f"{url}/server_info", trust_env=False).raise_for_status().json()["plan"]["gpu"]
-    model = (
-        model_of(EngineConfig.from_args([request.model]))
-        if request.config is None
-        else named_config(request.config, request.layers)
-    )
-    if not gpu or not model.routed_experts:
-        return 0.0
-    return round(int(gpu["experts"]) / model.routed_experts, 4)
-
-
-def row_of(request: GapFlags, name: str, readings: GapFigures, share: float | None) -> Row:
+def row_of(request: GapFlags, name: str, readings: GapFigures, experts: ServedExperts) -> Row:
     """Gaps in milliseconds; of prompts the median speed counts. Raises LoadError where nothing can be said."""
     idle, loaded = readings.idle_gaps(), readings.loaded_gaps()
     if not idle or not loaded:
@@ -107,7 +89,7 @@ def row_of(request: GapFlags, name: str, readings: GapFigures, share: float | No
     }  # fmt: skip
     return {
         "bench": "gaps", "config": name, "server": request.url or "tandem", "flags": " ".join(request.flags),
-        "layers": request.layers, "gpu_share": share, "tokens": tokens, "streams": request.load.streams,
+        "layers": request.layers, **asdict(experts), "tokens": tokens, "streams": request.load.streams,
         **figures, **stamp(f"{machine_name(Machine.detect())}; the client runs on it too"),
     }  # fmt: skip
 

@@ -37,14 +37,13 @@ def undisputed_plan(
     Flags for several GPUs, and CUDA_VISIBLE_DEVICES, are never refused for others: then memory of GPUs counts as free,
     and a warning says who takes it.
     """
-    if claims is None or config.device == "cpu" or not machine.gpus:
+    if claims is None or not asks_others(config, machine):
         return *planned(machine), machine
     with claims.turn():
-        if claims.changed and len((now := machine_now()).gpus) == len(machine.gpus):  # else the driver did not answer
-            machine = replace(machine, gpus=now.gpus, available_memory=now.available_memory)
-        others = claims.others()
-        counted = not several_gpus_typed(config) and visible_gpus() is None
-        machine = _with_ram_left(_with_gpus_left(machine, others, counted), others)
+        machine, others = beside_others(machine, claims, machine_now)
+        free_bytes, counted = machine.available_memory, _gpus_count(config)
+        machine = with_claims(config, machine, others)
+        _warn_of_ram(machine.available_memory, free_bytes, others)
         if counted:
             _warn(machine, [gpu.uuid for gpu in machine.gpus], "what that takes is left to it")
         choice, plan = planned(machine)
@@ -54,6 +53,30 @@ def undisputed_plan(
         _warn(machine, left, "it is used all the same, as asked, and may be too small for both")
         _warn(machine, {gpu.uuid for gpu in machine.gpus} - set(left), "another one is taken")
     return choice, plan, machine
+
+
+def asks_others(config: EngineConfig, machine: Machine) -> bool:
+    """Whether a start looks at what others are about to take."""
+    return config.device != "cpu" and bool(machine.gpus)
+
+
+def beside_others(
+    machine: Machine, claims: MemoryClaims, machine_now: Callable[[], Machine]
+) -> tuple[Machine, list[Claim]]:
+    """The machine with the memory that is free by now, and the claims on it; in a turn."""
+    if claims.changed and len((now := machine_now()).gpus) == len(machine.gpus):  # else the driver did not answer
+        machine = replace(machine, gpus=now.gpus, available_memory=now.available_memory)
+    return machine, claims.others()
+
+
+def with_claims(config: EngineConfig, machine: Machine, others: Collection[Claim]) -> Machine:
+    """The machine as others leave it, once they have what they claim."""
+    return _with_ram_left(_with_gpus_left(machine, others, _gpus_count(config)), others)
+
+
+def _gpus_count(config: EngineConfig) -> bool:
+    """Whether claims on GPUs count: no flag names several, and no variable the ones to take."""
+    return not several_gpus_typed(config) and visible_gpus() is None
 
 
 def _with_gpus_left(machine: Machine, others: Iterable[Claim], counted: bool) -> Machine:
@@ -68,14 +91,17 @@ def _with_gpus_left(machine: Machine, others: Iterable[Claim], counted: bool) ->
 
 def _with_ram_left(machine: Machine, others: Iterable[Claim]) -> Machine:
     """Counts whatever flags say: none says which memory."""
-    left = {claim.ram_left_bytes: claim for claim in others if claim.ram_left_bytes is not None}
-    least, free = min(left, default=machine.available_memory), machine.available_memory
-    if least >= free or machine.limited_memory:
-        return machine
-    if free - least > WORTH_A_WARNING_BYTES:
-        what, whose = f"{gib(free - least)} of {gib(free)} of free CPU memory", left[least].whose
+    left = [claim.ram_left_bytes for claim in others if claim.ram_left_bytes is not None]
+    least = min(left, default=machine.available_memory)
+    counts = least < machine.available_memory and not machine.limited_memory
+    return replace(machine, available_memory=least) if counts else machine
+
+
+def _warn_of_ram(left_bytes: int, free_bytes: int, others: Iterable[Claim]) -> None:
+    if free_bytes - left_bytes > WORTH_A_WARNING_BYTES:
+        whose = next(claim.whose for claim in others if claim.ram_left_bytes == left_bytes)
+        what = f"{gib(free_bytes - left_bytes)} of {gib(free_bytes)} of free CPU memory"
         _log.warning("%s", f"{what} are about to be filled by {whose}: they are left to it")
-    return replace(machine, available_memory=least)
 
 
 def _warn(machine: Machine, uuids: Collection[str], so: str) -> None:

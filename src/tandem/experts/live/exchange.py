@@ -36,11 +36,10 @@ from tandem import _core
 from tandem.experts.live.copies import ExchangeCopies
 from tandem.experts.live.virtual import Exchange
 from tandem.kernels.packed.experts import PackedExperts
-from tandem.spec.gpu_scratch import EXCHANGE_BYTES
+from tandem.spec.gpu_scratch import exchange_buffers
 
 _log = logging.getLogger(__name__)
 
-LEAST_BUFFERS, MOST_BUFFERS = 2, 64
 TAIL_SECONDS = (
     50e-6  # after a step, for what was not done beside it: the GPU computes its logits for longer than that
 )
@@ -128,7 +127,7 @@ class LiveExchange:
         self._bytes_at_once, self._budget = bytes_at_once, 0
         largest = max(1, *sizes)
         if buffers is None:
-            buffers = max(LEAST_BUFFERS, min(MOST_BUFFERS, EXCHANGE_BYTES // largest))
+            buffers = exchange_buffers(largest)
         self._staging = copies.device_buffer(buffers * largest)
         self._free = [self._staging.data_ptr() + i * largest for i in range(buffers)]
         self._queue: deque[Exchange] = deque()

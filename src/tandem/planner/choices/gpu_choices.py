@@ -11,7 +11,6 @@ from tandem.machine.gpus import Gpu
 from tandem.planner.attention_backend import attention_backend
 from tandem.planner.choices.decision import Decision, Decisions
 from tandem.planner.choices.deferral import deferred_experts
-from tandem.planner.choices.live_placement import live_placement
 from tandem.planner.cuda_graphs import captured_sizes, graph_reason, plain_graph_sizes
 from tandem.planner.gpu_plan import MAX_PATIENCE_SECONDS, GpuMemory, GpuPlan
 from tandem.planner.memory import MemoryRequest
@@ -32,7 +31,7 @@ def gpu_choices(request: MemoryRequest, gpu: Gpu) -> tuple[GpuPlan, Decisions]:
     reserved_sms, about_prompts = _prompt_graphs(config, sizes)
     statistics = statistics_file(config, some)
     attention, why_attention = attention_backend(config, model.attentions, request.machine)
-    live, why_live = live_placement(request, sizes.experts, sizes.draft_experts)
+    live, why_live = sizes.exchange_bytes > 0, sizes.exchange_reason
     deferred, why_late = deferred_experts(config, model, sizes.experts, graphs)
     threshold, foresight = config.kt_gpu_prefill_token_threshold, not config.disable_expert_foresight
     plan = GpuPlan(

@@ -15,6 +15,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+
+from tandem.engine.start.gpu_claims import asks_others, beside_others, with_claims
 from tandem.engine.start.planning import planned
 from tandem.errors import ConfigError, DoesNotFit, TandemError
 from tandem.flags.engine_config import EngineConfig
@@ -23,6 +26,7 @@ from tandem.hub.names import hub_name
 from tandem.hub.snapshot import find_snapshot
 from tandem.kernels.this_machine import this_machine
 from tandem.machine.machine import Machine
+from tandem.machine.memory_claims import Claim, memory_claims
 from tandem.planner.plan import Plan
 
 
@@ -31,8 +35,7 @@ def verdict(flags: Sequence[str], loaded: Iterable[int]) -> tuple[str, bool]:
     config = on_one_gpu(EngineConfig.from_args(flags))
     if _is_to_be_fetched(config.model):  # its size is known once it is here; its own plan looks again
         return "", True
-    machine = this_machine()
-    freed = without(machine, family_of(loaded))
+    machine, freed = machines(config, family_of(loaded))
     plan, why = _plan(config, machine)
     if plan is not None and (plan.gpu is not None or freed == machine):
         return "", True
@@ -54,6 +57,28 @@ def _plan(config: EngineConfig, machine: Machine) -> tuple[Plan | None, str]:
         return planned(config, machine).plan, ""
     except DoesNotFit as error:
         return None, str(error)
+
+
+def machines(config: EngineConfig, processes: set[int]) -> tuple[Machine, Machine]:
+    """The machine now, and as it will be when these processes have ended. What other servers are about to take counts
+    as taken, as it does for a start."""
+    with memory_claims(config.model) as claims:
+        machine, others = this_machine(), list[Claim]()
+        if asks_others(config, machine):
+            with claims.turn():
+                machine, others = beside_others(machine, claims, this_machine)
+    freed = without(machine, processes)
+    stay = [_beside_more(claim, machine, freed) for claim in others if claim.pid not in processes]
+    return with_claims(config, machine, others), with_claims(config, freed, stay)
+
+
+def _beside_more(claim: Claim, machine: Machine, freed: Machine) -> Claim:
+    """The claim, which leaves more once the machine is freed."""
+    before = {gpu.uuid: gpu.free_bytes for gpu in machine.gpus}
+    more = {gpu.uuid: gpu.free_bytes - before[gpu.uuid] for gpu in freed.gpus}
+    left = {uuid: nbytes + more.get(uuid, 0) for uuid, nbytes in claim.gpu_left_bytes.items()}
+    ram, more_ram = claim.ram_left_bytes, freed.available_memory - machine.available_memory
+    return msgspec.structs.replace(claim, gpu_left_bytes=left, ram_left_bytes=None if ram is None else ram + more_ram)
 
 
 def without(machine: Machine, processes: Iterable[int]) -> Machine:

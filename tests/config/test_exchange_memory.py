@@ -1,0 +1,115 @@
+"""GPU memory of experts that change places: it is reserved and listed where they do, and nothing of it where not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fake_copies import FakeCopies, FakeTables
+from fake_layers import Layer
+from plans import GIB, MODEL, plan, reason, with_gpu
+from tandem.bench.memory_ledger import planned
+from tandem.errors import ConfigError
+from tandem.experts.live.exchange import LiveExchange
+from tandem.planner.choices import live_placement
+from tandem.planner.forecast.ledger import VRAM
+from tandem.planner.plan import Plan
+from tandem.spec.gpu_scratch import EXCHANGE_BYTES, exchange_buffers
+
+ON = {"kt_enable_dynamic_expert_update": True}
+EXPERT_BYTES = MODEL.expert_bytes("bf16")
+SMALL = 2 * GIB - 3 * GIB // 8  # not all experts fit
+FIXED = {"mem_fraction_static": 0.9, "chunked_prefill_size": 256}  # so that nothing can be given up for room
+NO_ROOM = "MiB of GPU memory for experts that change places are not there"
+
+
+def entries(p: Plan) -> dict[str, int]:
+    (vram,) = (each for each in p.ledgers if each.place == VRAM)
+    return {entry.name: entry.nbytes for entry in vram.entries}
+
+
+def small(free: int = SMALL, **flags: object) -> Plan:
+    return plan(with_gpu(free=free), context_length=512, max_running_requests=2, **flags)
+
+
+class CountedCopies(FakeCopies):
+    """Notes how large a buffer was asked for."""
+
+    nbytes = 0
+
+    def device_buffer(self, nbytes: int) -> torch.Tensor:
+        self.nbytes = nbytes
+        return super().device_buffer(nbytes)
+
+
+def test_exchanges_take_what_is_planned() -> None:
+    layer, copies = Layer(1), CountedCopies()
+    LiveExchange([None, layer], FakeTables([layer.gpu]), copies, 1)  # type: ignore[list-item]
+    each = layer.gpu.bytes_per_expert
+    assert copies.nbytes == exchange_buffers(each) * each
+
+
+@pytest.mark.parametrize("expert_bytes", [1 << 10, 5 << 20, 40 << 20, 70 << 20])
+def test_exchanges_have_two_buffers_however_large(expert_bytes: int) -> None:
+    taken = exchange_buffers(expert_bytes) * expert_bytes
+    assert 2 * expert_bytes <= taken <= max(EXCHANGE_BYTES, 2 * expert_bytes)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_buffers_of_exchanges_are_in_the_ledger(monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
+    """By flag, or where it pays."""
+    monkeypatch.setattr(live_placement, "WHERE_IT_PAYS", not asked)
+    still = small(disable_dynamic_expert_update=True)
+    p = small(**(ON if asked else {}))
+    assert p.gpu is not None and still.gpu is not None and p.gpu.live and not still.gpu.live
+    took = exchange_buffers(EXPERT_BYTES) * EXPERT_BYTES
+    assert entries(p)["exchanges"] == p.gpu.sizes.exchange_bytes == took > 0
+    assert "exchanges" not in entries(still) and still.gpu.sizes.exchange_bytes == 0
+    lost = still.gpu.sizes.experts - p.gpu.sizes.experts
+    assert took - EXPERT_BYTES <= lost * EXPERT_BYTES <= took + EXPERT_BYTES
+    assert p.ledgers[0].total_bytes <= p.ledgers[0].budget_bytes
+    more = planned(p, MODEL).gpu - planned(replace(p, gpu=replace(p.gpu, sizes=still.gpu.sizes)), MODEL).gpu
+    assert more == took - lost * EXPERT_BYTES
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, {"disable_dynamic_expert_update": True}, {**ON, "kt_gpu_experts_ratio": 1.0}, {"device": "cpu"}]
+)
+def test_where_nothing_moves_nothing_is_reserved(flags: dict[str, object]) -> None:
+    p = plan(with_gpu(), **flags)
+    assert p.gpu is None or (p.gpu.sizes.exchange_bytes == 0 and "exchanges" not in entries(p))
+
+
+@pytest.mark.parametrize("experts", [1, 10])
+def test_moving_that_leaves_no_slot_does_not_happen(experts: int) -> None:
+    """Where the buffers take all that experts have, or even the cache, they stay and have it."""
+    frees = range(GIB, SMALL, 1 << 22)
+    few = next(free for free in frees if experts <= _experts(free, disable_dynamic_expert_update=True, **FIXED))
+    p = small(few, **ON, **FIXED)
+    assert p.gpu is not None and not p.gpu.live and p.gpu.sizes.experts >= experts
+    assert NO_ROOM in reason(p, "live placement") and "exchanges" not in entries(p)
+
+
+def _experts(free: int, **flags: object) -> int:
+    try:
+        p = small(free, **flags)
+    except ConfigError:
+        return 0
+    return p.gpu.sizes.experts if p.gpu is not None else 0
+
+
+def test_what_nobody_asked_for_costs_no_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_placement, "WHERE_IT_PAYS", True)
+    share = {"kt_gpu_experts_ratio": 0.5, "context_length": 4096}
+    for free in range(GIB, 3 * GIB, 1 << 26):
+        try:
+            still = plan(with_gpu(free=free), **share, disable_dynamic_expert_update=True)
+        except ConfigError:
+            continue
+        p = plan(with_gpu(free=free), **share)
+        assert p.gpu is not None and still.gpu is not None
+        assert p.context_length >= still.context_length and p.gpu.sizes.ring_bytes >= still.gpu.sizes.ring_bytes
+        assert p.gpu.live or NO_ROOM in reason(p, "live placement")
+        assert p.gpu.live or entries(p) == entries(still)
