@@ -54,7 +54,7 @@ from tandem.spec.rope import Rope
 from tandem.text.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
-PAGE, CONTEXT, PROMPT, WARM = 16, 4096, 64, 20
+PAGE, CONTEXT, PROMPT, WARM, VOCAB = 16, 4096, 64, 20, 1 << 18
 OTHER = "Größe und Maß; 速度は毎秒百万トークン; скорость 42 %; 🙂🚀 naïve café.\n"
 TEXT = 3 * (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text() + OTHER
 SAMPLED = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}
@@ -67,7 +67,7 @@ class Told:
     def __init__(self, batch: int) -> None:
         self._arrays = BatchArrays(PAGE, max(batch, 2) * PROMPT, row_per_sequence=True)
         self._inputs = GraphInputs(batch, GraphPlan((batch,), CONTEXT // PAGE), CPU)
-        self._logits, self._rows = torch.zeros(batch, 1), HostRows(CPU)
+        self._logits, self._rows = torch.zeros(1, 1).expand(batch, VOCAB), HostRows(CPU)
         self.best: torch.Tensor = torch.zeros(batch, 2, dtype=torch.float64)
 
     def start(self, step: Step, overlaps: bool = False) -> Running[StepOutput]:
@@ -94,7 +94,7 @@ def engine_of(tokenizer: Tokenizer, batch: int) -> Engine:
     norm = Norm(1e-6)
     layer = pre_norm(Gqa(heads=1, kv_heads=1, head_dim=1, rope=Rope(1.0, 0)), Dense(1), norm)
     config = ModelConfig(
-        model_type="fake", hidden=1, vocab=1 << 18, layers=(layer,), norm=norm, tied_embeddings=False,
+        model_type="fake", hidden=1, vocab=VOCAB, layers=(layer,), norm=norm, tied_embeddings=False,
         max_positions=CONTEXT, eos_ids=(2,),
     )  # fmt: skip
     plan = Plan(
@@ -146,20 +146,20 @@ class Session:
 
 
 class Near:
-    """Most probable tokens of rows, as a device has sent them: the same for all, but for their numbers."""
+    """`_fetched` of a device: the most probable tokens of rows, the same for all but for their ids."""
 
     def __init__(self, ids: Any) -> None:
-        self._ids = np.resize(np.unique(ids), 2 * on_device.CANDIDATES).astype(np.int64)
-        self._logits = np.linspace(0.0, -12.0, on_device.CANDIDATES, dtype=np.float32)
-        self._mass = float(np.exp(self._logits / 0.7).sum())
+        self._ids = np.unique(ids)
+        self._rows = dict[int, Any]()
 
-    def __call__(self, logits: Any, best: Any, sequences: Any) -> list[on_device.Candidates]:
-        return [self._row(number) for number in range(len(best))]
-
-    def _row(self, number: int) -> on_device.Candidates:
-        ids, logits = self._ids[number % on_device.CANDIDATES :][: on_device.CANDIDATES], self._logits
-        first = int(ids[0]), 0.0
-        return on_device.Candidates(ids, logits, self._mass, 3.0, first, first, False)
+    def __call__(self, logits: Any, best: Any, numbers: Any, count: int) -> Any:
+        if len(best) not in self._rows:
+            ids = np.stack([np.resize(np.roll(self._ids, row), count) for row in range(len(best))])
+            values = np.broadcast_to(np.linspace(0.0, -12.0, count), ids.shape)
+            mass = np.full((len(best), 1), np.exp(values[0] / SAMPLED["temperature"]).sum())
+            columns = mass, np.full_like(mass, 3.0), ids[:, :1], values[:, :1], ids, values
+            self._rows[len(best)] = np.concatenate(columns, axis=1)
+        return self._rows[len(best)]
 
 
 class Server:
@@ -290,7 +290,7 @@ def main() -> None:
     torch.set_num_threads(1)
     tokenizer = Tokenizer.load(asked.tokenizer or demo())
     if asked.sampled:
-        on_device._candidates = Near(tokenizer.encode(TEXT, add_special_tokens=False))  # type: ignore[assignment]
+        on_device._fetched = Near(tokenizer.encode(TEXT, add_special_tokens=False))  # type: ignore[assignment]
     rows = []
     for batch in asked.batch:
         rows.append({"bench": "host_step"} | measured(asked, tokenizer, batch))
