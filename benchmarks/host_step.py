@@ -8,14 +8,19 @@ pages, stops and outputs of sequences. text: tokens to text. message: the output
 as one: it is timed without clocks inside. server_us is the API process's: the message read, and its SSE events written.
 --sampled: rows have a temperature, top_k and top_p; their candidates have come from the device already.
 
-Columns are medians of steps. A tokenizer's folder, or the demo model's.
+Columns are medians of steps; step_us and server_us are time of their thread. --old: sources of another commit. Each has
+a process, and they are timed in turns: old, new, new, old. Columns are then medians of these, and `times` is how many
+times as fast a step has become.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import statistics
+import subprocess
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,10 +58,10 @@ from tandem.spec.norm import Norm
 from tandem.spec.rope import Rope
 from tandem.text.tokenizer import Tokenizer
 
-CPU = torch.device("cpu")
+CPU, SOURCES = torch.device("cpu"), Path(__file__).parent.parent / "src"
 PAGE, CONTEXT, PROMPT, WARM, VOCAB = 16, 4096, 64, 20, 1 << 18
 OTHER = "Größe und Maß; 速度は毎秒百万トークン; скорость 42 %; 🙂🚀 naïve café.\n"
-TEXT = 3 * (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text() + OTHER
+TEXT = 3 * (SOURCES.parent / "CONTRIBUTING.md").read_text() + OTHER
 SAMPLED = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}
 Clocks = dict[str, float]
 
@@ -279,31 +284,74 @@ def measured(asked: Namespace, tokenizer: Tokenizer, batch: int) -> dict[str, An
     return {"batch": batch, "steps": asked.steps, "sampled": asked.sampled} | columns
 
 
+class Sources:
+    """A process that runs this file with some sources."""
+
+    def __init__(self, folder: Path, asked: Namespace) -> None:
+        flags = ["--serve", "--steps", str(asked.steps), *(["--sampled"] if asked.sampled else [])]
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, *flags, *(["--tokenizer", asked.tokenizer] if asked.tokenizer else [])],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(folder)},
+        )  # fmt: skip
+
+    def measured(self, batch: int) -> dict[str, Any]:
+        assert self._process.stdin and self._process.stdout
+        print(batch, file=self._process.stdin, flush=True)
+        row: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return row
+
+
+def in_turns(asked: Namespace) -> Iterator[dict[str, Any]]:
+    old, new = Sources(asked.old, asked), Sources(SOURCES, asked)
+    for batch in asked.batch:
+        runs: dict[Sources, list[dict[str, Any]]] = {old: [], new: []}
+        for source in (old, new, new, old) * asked.rounds:
+            runs[source].append(source.measured(batch))
+        before, after = map(middle_of, runs.values())
+        yield before | {"sources": "old", "rounds": asked.rounds}
+        times = round(before["step_us"] / after["step_us"], 2)
+        yield after | {"sources": "new", "rounds": asked.rounds, "times": times}
+
+
+def middle_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The first, with medians for its times."""
+    times = [name for name in runs[0] if name.endswith("_us")]
+    return runs[0] | {name: round(statistics.median(run[name] for run in runs), 1) for name in times}
+
+
+def alone(asked: Namespace, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+    for batch in map(int, sys.stdin) if asked.serve else asked.batch:
+        yield {"bench": "host_step"} | measured(asked, tokenizer, batch)
+
+
 def main() -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32, 64, 256])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--sampled", action="store_true")
     parser.add_argument("--tokenizer", type=Path, help="folder; default: the demo model's, which is built")
+    parser.add_argument("--old", type=Path, help="folder with another commit's tandem/ and its extension")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--serve", action="store_true", help="batches come by line; for --old")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    tokenizer = Tokenizer.load(asked.tokenizer or demo())
-    if asked.sampled:
-        on_device._fetched = Near(tokenizer.encode(TEXT, add_special_tokens=False))  # type: ignore[assignment]
     rows = []
-    for batch in asked.batch:
-        rows.append({"bench": "host_step"} | measured(asked, tokenizer, batch))
-        print(json.dumps(rows[-1]), flush=True)
+    for row in in_turns(asked) if asked.old else alone(asked, tokenizer_of(asked)):
+        rows.append(row)
+        print(json.dumps(row), flush=True)
     if asked.out is not None:
         write([row | stamp(machine_name(Machine.detect(), 1)) for row in rows], asked.out)
 
 
-def demo() -> Path:
+def tokenizer_of(asked: Namespace) -> Tokenizer:
     from tandem.checkpoint import resolve_model
     from tandem.checkpoint.demo import build_demo
 
-    return build_demo(resolve_model("demo"))
+    tokenizer = Tokenizer.load(asked.tokenizer or build_demo(resolve_model("demo")))
+    if asked.sampled:
+        on_device._fetched = Near(tokenizer.encode(TEXT, add_special_tokens=False))  # type: ignore[assignment]
+    return tokenizer
 
 
 if __name__ == "__main__":
