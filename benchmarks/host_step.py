@@ -233,14 +233,14 @@ def timed(call: Callable[..., Any], clocks: Clocks, part: str) -> Callable[..., 
 
 def parts_of(session: Session, steps: int) -> list[Clocks]:
     """Seconds of each part, step by step."""
-    from tandem.text.detokenizer import TextStream
+    from tandem.text.detokenizer import IncrementalDecoder
 
     engine: Any = session.engine
     clocks: Clocks = {}
     rows: list[Clocks] = []
     calls = (
         (engine._scheduler, "next", "schedule"), (session.runner, "start", "batch"), (DeviceLogits, "chosen", "sample"),
-        (engine, "_committed", "commit"), (TextStream, "push", "text"), (session, "message", "message"),
+        (engine, "_committed", "commit"), (IncrementalDecoder, "push", "text"), (session, "message", "message"),
         (engine, "step", "engine"),
     )  # fmt: skip
     with clocked(clocks, *calls):

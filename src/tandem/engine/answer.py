@@ -24,6 +24,7 @@ class Answer:
     def __init__(self, sequence: Sequence, decoder: Decoder, eos_ids: Collection[int]) -> None:
         self.sequence = sequence
         self._stream = TextStream(decoder, sequence.tokens, sequence.sampling)
+        self._ids = self._stream.ids
         params = sequence.sampling
         self._end_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)))
 
@@ -34,10 +35,13 @@ class Answer:
         logprobs = None if sampled.logprob is None else [sampled.logprob]
         if token_id in self._end_ids:
             return self._end_with_token(token_id, logprobs)
-        may_stop = sequence.answer_len > sequence.sampling.min_tokens
-        text, stop = self._stream.push(token_id, may_stop=may_stop)
-        if stop:
-            return self._output(text, [token_id], logprobs, "stop", stop)
+        if self._ids is not None:
+            text = self._ids.push(token_id)
+        else:
+            may_stop = sequence.answer_len > sequence.sampling.min_tokens
+            text, stop = self._stream.push(token_id, may_stop=may_stop)
+            if stop:
+                return self._output(text, [token_id], logprobs, "stop", stop)
         if len(sequence.tokens) == sequence.max_len or (sequence.matcher is not None and sequence.grammar_ended):
             rest = self._stream.finish()
             complete = rest.stop is not None or sequence.grammar_ended

@@ -128,6 +128,7 @@ class TextStream:
     def __init__(self, decoder: Decoder, prompt_ids: list[int], params: TextOptions) -> None:
         self._ids = IncrementalDecoder(decoder, prompt_ids, params.skip_special_tokens, params.show_tokens)
         self._stops = StopMatcher(params.stop) if params.stop else None
+        self.ids = None if params.stop else self._ids  # where nothing is looked for: all text that it gives is final
         self._include_stop = params.include_stop
 
     def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
