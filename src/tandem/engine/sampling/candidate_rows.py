@@ -57,7 +57,7 @@ class Filters(NamedTuple):
 
 
 def filters_of(params: SamplingSettings) -> Filters | None:
-    """None: such a row is looked at alone."""
+    """None: such a row is looked at alone, as one must be where any other setting narrows the choice."""
     if params.logprobs is not None or is_greedy(params) or narrows(params):
         return None
     return Filters(params.temperature, params.top_k, params.top_p, params.min_p)
