@@ -24,24 +24,29 @@ class Answer:
     def __init__(self, sequence: Sequence, decoder: Decoder, eos_ids: Collection[int]) -> None:
         self.sequence = sequence
         self._stream = TextStream(decoder, sequence.tokens, sequence.sampling)
-        self._eos_ids = eos_ids
+        self._ids = self._stream.ids
+        params = sequence.sampling
+        self._end_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)))
 
     def push(self, sampled: Sampled) -> TokenOutput:
         """One more token. The output's `finish_reason` says whether it was the last."""
-        sequence = self.sequence
-        sequence.append(sampled.token_id)
+        sequence, token_id = self.sequence, sampled.token_id
+        sequence.append(token_id)
         logprobs = None if sampled.logprob is None else [sampled.logprob]
-        if self._is_end_token(sampled.token_id):
-            return self._end_with_token(sampled.token_id, logprobs)
-        piece = self._stream.push(
-            sampled.token_id, may_stop=sequence.answer_len > sequence.sampling.min_tokens
-        )
-        text, stop, reason = piece.text, piece.stop, "stop" if piece.stop else None
-        if reason is None and (sequence.grammar_ended or sequence.total_len == sequence.max_len):
+        if token_id in self._end_ids:
+            return self._end_with_token(token_id, logprobs)
+        if self._ids is not None:
+            text = self._ids.push(token_id)
+        else:
+            may_stop = sequence.answer_len > sequence.sampling.min_tokens
+            text, stop = self._stream.push(token_id, may_stop=may_stop)
+            if stop:
+                return self._output(text, [token_id], logprobs, "stop", stop)
+        if len(sequence.tokens) == sequence.max_len or (sequence.matcher is not None and sequence.grammar_ended):
             rest = self._stream.finish()
             complete = rest.stop is not None or sequence.grammar_ended
-            text, stop, reason = text + rest.text, rest.stop, "stop" if complete else "length"
-        return self._output(text, [sampled.token_id], logprobs, reason, stop)
+            return self._output(text + rest.text, [token_id], logprobs, "stop" if complete else "length", rest.stop)
+        return self._output(text, [token_id], logprobs)
 
     def end(self, reason: str, error: str | None = None) -> TokenOutput:
         """Ends without a further token; text held back is given out, where it can be had."""
@@ -50,10 +55,6 @@ class Answer:
         except Exception:  # perhaps why it ends
             text = ""
         return self._output(text, [], None, reason, None, error)
-
-    def _is_end_token(self, token_id: int) -> bool:
-        params = self.sequence.sampling
-        return token_id in params.stop_token_ids or (token_id in self._eos_ids and not params.ignore_eos)
 
     def _end_with_token(self, token_id: int, logprobs: list[TokenLogprob] | None) -> TokenOutput:
         """The end token's text belongs to the answer only if the request says so."""
@@ -70,12 +71,13 @@ class Answer:
         text: str,
         token_ids: list[int],
         logprobs: list[TokenLogprob] | None,
-        reason: str | None,
-        stop: str | int | None,
+        reason: str | None = None,
+        stop: str | int | None = None,
         error: str | None = None,
     ) -> TokenOutput:
         sequence = self.sequence
-        first = sequence.answer_len == 1 and bool(token_ids)
+        answer_len = len(sequence.tokens) - sequence.prompt_len
+        first = answer_len == 1 and bool(token_ids)
         return TokenOutput(
             id=sequence.request_id,
             index=sequence.index,
@@ -87,7 +89,7 @@ class Answer:
             stop_match=stop,
             error=error,
             prompt_tokens=sequence.prompt_len,
-            completion_tokens=sequence.answer_len,
+            completion_tokens=answer_len,
             cached_tokens=sequence.cached_prompt_len,
             first_token=_first_token(sequence) if first else None,
         )

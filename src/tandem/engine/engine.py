@@ -174,10 +174,11 @@ class Engine:
         if self._rows_ahead is not None:
             self._rows_ahead.of_prompts(chunks)
         drawing = perf_counter() - started  # guesses
-        if pauses and any(chunk.prefills for chunk in chunks):
+        decode_rows = self._scheduler.decode_rows
+        if pauses and any(chunk.prefills for chunk in chunks[decode_rows:]):
             chunks = self._overlap.take(chunks)
         prefill = self._step_overlap(chunks, pauses)
-        step = Step(tuple(chunks), self._shared_tokens(chunks) if pauses else 0, has_new_request)
+        step = Step(tuple(chunks), self._shared_tokens(chunks) if pauses else 0, has_new_request, decode_rows)
         step_outputs = self._run(step, prefill, drawing) if chunks else []
         outputs += [*([] if prefill is None else prefill.outputs), *step_outputs]
         if self._encoder is not None:
@@ -320,8 +321,7 @@ class Engine:
         _count(turns, self._meter, self._recorder if counts else None)
         if counts:
             _commit_rows(self._runner, turns)
-        outputs = [each for turn in turns if (each := turn.output) is not None]
-        return StepResult(outputs, turns, output.step.num_tokens)
+        return StepResult([out for turn in turns if (out := turn.output) is not None], turns, output.step.num_tokens)
 
     def _chosen(self, logits: Logits, turns: list[SequenceOutput]) -> list[Sampled]:
         """The next token of each. If that fails, they end, and nothing is chosen: others may have got theirs."""
@@ -348,17 +348,12 @@ class Engine:
     def _advance(self, turn: SequenceOutput, sampled: Sampled | None) -> bool:
         sequence = turn.sequence
         answer = self._answers.of(sequence)
-        if unread_rows.first_by_slot and (message := unread(turn)):
+        message = unread(turn) if unread_rows.first_by_slot else ""
+        if not message and sampled is not None and sampled.token_id < 0:
+            message = _why_no_token(sequence)
+        if message:
             turn.end(self._answers.end(sequence, answer.end("error", message), keep=False))
             return False
-        if sampled is not None and sampled.token_id < 0:
-            if sequence.matcher is not None:
-                sequence.matcher.check()
-            message = _BAD_LOGITS if sequence.matcher is None else _NO_TOKEN
-            message += f"; it may be that {unread_rows.last}" if unread_rows.last else ""
-            turn.end(self._answers.end(sequence, answer.end("error", message), keep=False))
-            return False
-        first = sampled is not None and sequence.index == sequence.answer_len == 0
         if turn.tokens:
             self._scheduler.accept(sequence)
         else:
@@ -367,8 +362,16 @@ class Engine:
             return False
         output = answer.push(sampled)
         self._counters.generated_tokens += 1
-        self._counters.cached_tokens += output.cached_tokens if first else 0
+        if output.completion_tokens == 1 and sequence.index == 0:
+            self._counters.cached_tokens += output.cached_tokens
         return turn.take(sampled.token_id, self._answers.end(sequence, output) if output.finish_reason else output)
+
+
+def _why_no_token(sequence: Sequence) -> str:
+    if sequence.matcher is not None:
+        sequence.matcher.check()
+    message = _BAD_LOGITS if sequence.matcher is None else _NO_TOKEN
+    return message + (f"; it may be that {unread_rows.last}" if unread_rows.last else "")
 
 
 def _count(turns: list[SequenceOutput], meter: ExpertMeter | None, recorder: ExpertRecorder | None) -> None:
@@ -382,7 +385,7 @@ def _count(turns: list[SequenceOutput], meter: ExpertMeter | None, recorder: Exp
 def _commit_rows(executor: Executor, turns: list[SequenceOutput]) -> None:
     """Likewise, unless the GPU has stopped: then it raises EngineError."""
     try:
-        executor.commit(sum(turn.rows for turn in turns))
+        executor.commit(sum([turn.rows for turn in turns]))
     except Exception:
         _log.exception("experts may stay where they are: a step's rows were not counted")
         executor.after_failure()

@@ -142,7 +142,7 @@ class ExpertMeter:
 
 def count_step(meter: ExpertMeter | None, recorder: ExpertRecorder | None, turns: Sequence[SequenceOutput]) -> None:
     """After a step. Rows of wrong guesses were never tokens: the model has counted them, and they are taken back."""
-    wrong = [row for turn in turns for row in turn.rejected]
+    wrong = [row for turn in turns if turn.chunk.draft_tokens for row in turn.rejected]
     if wrong and meter is not None:
         meter.take_back(wrong)
     if recorder is not None:

@@ -43,7 +43,7 @@ class FirstToken(msgspec.Struct, frozen=True, array_like=True):
     prefill: float  # from then on; with what a preemption cost
 
 
-class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, tag="output"):
+class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, tag="output", omit_defaults=True):
     """Addition of one step to one answer. `text` is final: held back while a stop string may still match."""
 
     id: str

@@ -68,6 +68,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preemptions = 0
+        self.decode_rows = 0  # how many chunks of the step were no prompt's: the first ones
         self._background: Step | None = None
         self._on_release: Callable[[], Callable[[], None] | None] | None = None
 
@@ -98,10 +99,11 @@ class Scheduler:
         """The step's chunks: decode rows, then prompts under way, then newly admitted ones. Empty: nothing can run.
         pauses: prompts may be computed in pieces. pipelines: as `PrefillPace.step_tokens`."""
         chunks = [Chunk(sequence, 1, 1) for sequence in self._decoding()]
-        decoding = len(chunks)
+        decoding = self.decode_rows = len(chunks)
         if self._background is not None:
             return chunks
-        chunks += self.prompts(decoding, pauses, pipelines)
+        if self.waiting or decoding < len(self.running):
+            chunks += self.prompts(decoding, pauses, pipelines)
         # Beside a prompt a guess would wait longer than it saves, and its cost could not be measured.
         return self._with_drafts(chunks) if chunks and len(chunks) == decoding else chunks
 
@@ -139,13 +141,17 @@ class Scheduler:
     def advance(self, chunk: Chunk) -> None:
         """The model has run `chunk`: its rows of tokens that the sequence has count. A prompt becomes a cached prefix
         chunk by chunk: all at once would take as long as a step. A finished one wakes the other answers."""
-        sequence, done = chunk.sequence, chunk.samples
+        sequence = chunk.sequence
+        answers = len(sequence.tokens) > sequence.prompt_len
+        done = not answers and chunk.samples
         sequence.advance(chunk.num_verified)
         sequence.state_len = sequence.computed_len
+        if answers and self._store.pages_only:
+            return
         self._store.snapshot(sequence)
-        if sequence.answer_len == 0:
+        if not answers:
             self._store.remember(sequence)
-        if done and sequence.answer_len == 0:
+        if done:
             self._wake_siblings(sequence)
         self._store.trim_window(sequence)
 
@@ -170,9 +176,10 @@ class Scheduler:
         self._wake_siblings(sequence)
 
     def _decoding(self) -> Iterator[Sequence]:
+        running, grow = Status.RUNNING, self._store.grow
         for sequence in list(self.running):
-            runs = sequence.status is Status.RUNNING and sequence.decodes
-            if runs and self._grow(sequence):
+            runs = sequence.status is running and sequence.decodes
+            if runs and (grow(sequence) or self._grow(sequence)):
                 yield sequence
 
     def _prefilling(self, tokens: int) -> list[Sequence]:

@@ -122,7 +122,7 @@ class Sequence:
         self.leader: Sequence | None = None  # whose prompt pages this one shares (n > 1)
         self.siblings: list[Sequence] = []  # parked until this leader's prompt is computed
         self.prompt_logprobs: list[TokenLogprob] = []
-        self.takes_best: bool | None = None  # whether its tokens are the best of their rows; None: not known yet
+        self.takes_best: bool | None = None  # whether all further tokens are the best of their rows; None: not known
         self.token_counts: dict[int, int] | None = None  # penalties only, see engine/sampling/penalties.py
         self.repetitions: Repetitions | None = None  # DRY only
         self.matcher: GrammarMatcher | None = None  # of the answer's grammar, if it has one
@@ -146,7 +146,7 @@ class Sequence:
 
     @property
     def decodes(self) -> bool:
-        return len(self.tokens) - self.computed_len == 1 and not self.prefills
+        return len(self.tokens) - self.computed_len == 1 and (self.images is None or not self.prefills)
 
     @property
     def ready_len(self) -> int:
@@ -182,8 +182,9 @@ class Sequence:
     @property
     def scores_prompt(self) -> bool:
         """Whether log-probabilities of prompt tokens are wanted and not all there. The first answer reports them."""
-        reports = self.sampling.prompt_logprobs is not None and self.index == 0
-        return reports and len(self.prompt_logprobs) < self.prompt_len
+        if self.sampling.prompt_logprobs is None:  # of most, and asked in each step
+            return False
+        return self.index == 0 and len(self.prompt_logprobs) < self.prompt_len
 
     def see(self, images: ImageRows) -> None:
         """The prompt has these images. Before it runs."""
@@ -214,14 +215,15 @@ class Sequence:
 
     def advance(self, length: int) -> None:
         """`length` more tokens have K and V in pages."""
-        self.computed_len += length
-        assert self.computed_len <= min(self.total_len, self.num_pages * self.page_size)
+        computed = self.computed_len = self.computed_len + length
+        assert computed <= len(self.tokens) and computed <= self.num_pages * self.page_size
 
     def append(self, token_id: int) -> None:
         """Raises EngineError for a token that the answer's grammar does not allow."""
-        assert self.pending_len == 0 and self.total_len < self.max_len
-        self.tokens.append(token_id)
-        if self.keys is not self.tokens:
+        tokens = self.tokens
+        assert self.computed_len == len(tokens) < self.max_len
+        tokens.append(token_id)
+        if self.keys is not tokens:
             self.keys.append(token_id)
         if self.token_counts is not None:
             self.token_counts[token_id] = self.token_counts.get(token_id, 0) + 1
@@ -261,7 +263,8 @@ class Chunk(NamedTuple):
     @property
     def samples(self) -> bool:
         """Whether the step reaches the sequence's last token, so that the next one is chosen."""
-        return self.offset + self.num_verified == self.sequence.pending_len
+        sequence = self.sequence
+        return self.offset + self.length - len(self.draft_tokens) == len(sequence.tokens) - sequence.computed_len
 
     @property
     def tokens(self) -> list[int]:
@@ -281,13 +284,16 @@ class Chunk(NamedTuple):
 
 def masks_of(sequences: Rows[Sequence]) -> RowMasks:
     """Masks of each sequence's next token; empty where no sequence has a grammar."""
-    make_masks(sequences)
+    masked = [sequence for sequence in sequences if sequence.matcher is not None]
+    if not masked:
+        return ()
+    make_masks(masked)
     return places_of(sequences)
 
 
 def places_of(sequences: Rows[Sequence]) -> RowMasks:
     """Where these masks are, or will be (`make_masks`)."""
-    if all(sequence.matcher is None for sequence in sequences):
+    if not [True for sequence in sequences if sequence.matcher is not None]:
         return ()
     return [None if sequence.matcher is None else sequence.matcher.place for sequence in sequences]
 

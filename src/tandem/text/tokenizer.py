@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from tandem.spec.json_keys import JsonKeys
 from tandem.spec.small_files import lfs_pointer, read_text
 from tandem.text import added_tokens
 from tandem.text.chat_template import ChatTemplate
+from tandem.text.detokenizer import OwnTexts
 from tandem.text.markers import MarkerGuard
 from tandem.text.stored_templates import NO_TEMPLATE, ChatTemplates, chosen_template, stored_templates
 from tandem.text.token_floor import TokenFloor, token_floor
@@ -54,6 +55,7 @@ class Tokenizer:
         self._guard: MarkerGuard | None = None
         # log-probabilities name the same tokens often
         self._text_of = lru_cache(_CACHED_TOKENS)(self._token_text)
+        self._own = self._own_texts() if _joins_bytes(inner) else {}
         self._floor: TokenFloor | None = None
         self._floor_known = False
 
@@ -120,6 +122,13 @@ class Tokenizer:
             return str(self._inner.decode(ids, skip_special_tokens=skip_special_tokens))
         except BaseException as error:
             raise _panicked(error, "write these tokens") from error
+
+    def _own_texts(self) -> dict[bool, OwnTexts]:
+        return {skip: OwnTexts(partial(self.decode, skip_special_tokens=skip)) for skip in (False, True)}
+
+    def own_texts(self, skip_special_tokens: bool) -> OwnTexts | None:
+        """As `KnowsOwnTexts`. None: any token's text may depend on what stands before."""
+        return self._own.get(skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
         """Text that one token adds, special tokens included; part of a character decodes to U+FFFD."""
@@ -226,6 +235,15 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF_CHAR = _byte_alphabet()
+
+
+def _joins_bytes(inner: tokenizers.Tokenizer) -> bool:
+    """Whether a text is the bytes of all its tokens, one behind the other, as byte-level BPE has it. Other decoders
+    strip or add spaces where a text begins."""
+    decoder = {} if inner.decoder is None else json.loads(inner.decoder.__getstate__())
+    while decoder.get("type") == "Sequence" and len(decoder["decoders"]) == 1:
+        decoder = decoder["decoders"][0]
+    return bool(decoder.get("type") == "ByteLevel")
 
 
 def token_bytes(piece: str | None, text: str) -> bytes:

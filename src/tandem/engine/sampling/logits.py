@@ -133,8 +133,9 @@ class DeviceLogits:
     def chosen(
         self, rows: Rows[int], sequences: Rows[Sequence], eos_ids: Collection[int], masks: RowMasks = ()
     ) -> list[Sampled]:
-        if not masks and all(map(_takes_best, sequences)):  # most rows, at a fraction of what the rest takes
-            return [best_token(*self.best[row].tolist()) for row in rows]
+        if not masks and _all_take_best(sequences):  # most rows, at a fraction of what the rest takes
+            best = self.best.tolist()
+            return [best_token(*best[row]) for row in rows]
         masks = masks or [None] * len(rows)
         best_rows = [i for i, s in enumerate(sequences) if not _needs_whole_row(s, masks[i])]
         logits_of, best = self._among(best_rows, rows, sequences, masks)
@@ -172,12 +173,17 @@ def _needs_whole_row(sequence: Sequence, mask: TokenMask | None) -> bool:
     return changes_logits(sequence) or (mask is not None and sequence.sampling.logprobs is not None)
 
 
+def _all_take_best(sequences: Rows[Sequence]) -> bool:
+    """Whether the best of its row is the next token of each, where no mask limits it. Asked for each token: what is
+    known of most sequences is not asked again."""
+    return all(_takes_best(sequence) for sequence in sequences if not sequence.takes_best)
+
+
 def _takes_best(sequence: Sequence) -> bool:
-    """Whether the best of its row is its next token, where no mask limits it. Asked for each token: what the request
-    says of it is looked up once."""
-    if sequence.takes_best is None:
-        sequence.takes_best = not (needs_more(sequence.sampling) or adjusts(sequence.sampling))
-    return sequence.takes_best and sequence.answer_len >= sequence.sampling.min_tokens
+    params = sequence.sampling
+    if sequence.takes_best is None and sequence.answer_len >= params.min_tokens:
+        sequence.takes_best = not (needs_more(params) or adjusts(params))
+    return bool(sequence.takes_best)
 
 
 def _part(tensor: Tensor, rows: list[int]) -> Tensor:

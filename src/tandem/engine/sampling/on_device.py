@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.protocol import SamplingSettings, TokenLogprob
+from tandem.engine.sampling.candidate_rows import FEW, CandidateRows, Candidates, Filters, filters_of
 from tandem.engine.sampling.narrowing import narrowed, narrows
 from tandem.engine.sampling.penalties import FloatRow
 from tandem.engine.sampling.sampler import Sampled, best_token, coin_of, invert, is_greedy, largest, number_of
@@ -24,27 +24,6 @@ from tandem.engine.sequence import Sequence
 
 # Of a row: more than any usual top_k and nearly every nucleus. A row that needs more is fetched whole.
 CANDIDATES = 256
-
-Ids = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Candidates:
-    """A row's most probable tokens, best first, and what was summed over all of them.
-
-    mass: sum of exp((logit - best) / temperature). norm: logsumexp of the logits. best: the token of the largest logit,
-    which need not be the first here if others have the same. drawn: a token of the unfiltered distribution (after
-    min_p). Both come with their logits.
-    """
-
-    ids: Ids
-    logits: FloatRow
-    mass: float
-    norm: float
-    best: tuple[int, float]
-    drawn: tuple[int, float]
-    complete: bool  # these are all tokens
-
 
 LogitsOf = Callable[[list[int]], Tensor]
 """float32 [n, vocab] on a device: the logits of n rows. To pick them takes longer than to choose a row's best."""
@@ -58,10 +37,26 @@ def choose(
     chosen: list[Sampled | None] = [best_token(token_id, value) for token_id, value in best.tolist()]
     rows = [r for r, s in enumerate(sequences) if needs_more(s.sampling) and math.isfinite(best[r, 1])]
     if rows:
-        candidates = _candidates(logits_of(rows), best[rows], [sequences[r] for r in rows])
-        for r, row in zip(rows, candidates, strict=True):
-            chosen[r] = _chosen(row, sequences[r])
+        some = [sequences[r] for r in rows]
+        for r, sampled in zip(rows, _chosen_rows(_candidates(logits_of(rows), best[rows], some), some), strict=True):
+            chosen[r] = sampled
     return chosen
+
+
+def _chosen_rows(candidates: CandidateRows, sequences: Rows[Sequence]) -> list[Sampled | None]:
+    """Rows of the same settings together, as far as that decides them."""
+    alike: dict[Filters | None, list[int]] = {}
+    for r, sequence in enumerate(sequences):
+        alike.setdefault(filters_of(sequence.sampling), []).append(r)
+    tokens = [-1] * len(sequences)
+    for filters, rows in alike.items():
+        if filters is not None and len(rows) > FEW:
+            for r, token_id in zip(rows, candidates.chosen(rows, filters), strict=True):
+                tokens[r] = token_id
+    return [
+        _chosen(candidates.row(r), sequence) if token_id < 0 else Sampled(token_id, None)
+        for r, (token_id, sequence) in enumerate(zip(tokens, sequences, strict=True))
+    ]
 
 
 def needs_more(params: SamplingSettings) -> bool:
@@ -69,25 +64,28 @@ def needs_more(params: SamplingSettings) -> bool:
     return params.logprobs is not None or not is_greedy(params)
 
 
-def _candidates(logits: Tensor, best: npt.NDArray[np.float64], sequences: Rows[Sequence]) -> list[Candidates]:
-    """One pass over the rows on the device, one copy back."""
+def _candidates(logits: Tensor, best: npt.NDArray[np.float64], sequences: Rows[Sequence]) -> CandidateRows:
     count, vocab = min(CANDIDATES, logits.shape[1]), logits.shape[1]
-    numbers = torch.tensor([_numbers(s) for s in sequences], dtype=torch.float64, device=logits.device)
-    inverse, least, u = numbers.unbind(1)
+    numbers = np.array([_numbers(s) for s in sequences], dtype=np.float64)
+    fetched = _fetched(logits, best, numbers, count)
+    ids, values = fetched[:, 4 : 4 + count].astype(np.int64), fetched[:, 4 + count :].astype(np.float32)
+    return CandidateRows(ids, values, fetched[:, :2], best, fetched[:, 2:4], numbers[:, 2], count == vocab)
+
+
+def _fetched(
+    logits: Tensor, best: npt.NDArray[np.float64], numbers: npt.NDArray[np.float64], count: int
+) -> npt.NDArray[np.float64]:
+    """[R, 4 + 2 count]: mass, norm, the drawn token, its logit, ids and logits of the most probable. One pass over the
+    rows on the device, one copy back."""
+    inverse, least, u = torch.from_numpy(numbers).to(logits.device).unbind(1)
     scaled = (logits - torch.from_numpy(best[:, 1:]).to(logits)) * inverse.float()[:, None]
     weights = scaled.exp()
     mass, norm = weights.sum(1, dtype=torch.float64), _norms(logits)
     draws = _drawn(torch.where(scaled >= least.float()[:, None], weights, 0), u)
     top = logits.topk(count)
     columns = (mass[:, None], norm[:, None], draws, logits.gather(1, draws), top.indices, top.values)
-    fetched = torch.cat([column.double() for column in columns], 1).cpu().numpy()
-    return [
-        Candidates(
-            row[4 : 4 + count].astype(np.int64), row[4 + count :].astype(np.float32),
-            float(row[0]), float(row[1]), (int(first), float(value)), (int(row[2]), float(row[3])), count == vocab,
-        )
-        for row, (first, value) in zip(fetched, best, strict=True)
-    ]  # fmt: skip
+    fetched: npt.NDArray[np.float64] = torch.cat([column.double() for column in columns], 1).cpu().numpy()
+    return fetched
 
 
 def _norms(logits: Tensor) -> Tensor:
@@ -150,7 +148,7 @@ def _among(row: Candidates, sequence: Sequence) -> int | None:
         places = places[falling[places] >= math.log(params.min_p)]
     if narrows(params):
         places = places[narrowed(falling[places], params, coin_of(sequence))]
-    return int(row.ids[places[invert(np.exp(falling[places]), number_of(sequence))]])
+    return int(row.ids[places[invert(np.exp(falling[places]), row.number)]])
 
 
 def _prefix_length(row: Candidates, params: SamplingSettings, falling: FloatRow) -> int | None:

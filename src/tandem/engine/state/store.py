@@ -28,7 +28,9 @@ class StateStore:
         """slots: None where `layout` has none. windows: None where layers that see a window keep all tokens."""
         assert (slots is None) == (layout.slot_bytes == 0)
         self.pages, self.slots, self._windows = pages, slots, windows
+        self.pages_only = slots is None and windows is None  # nothing is to be done after a step of an answer
         self._every = _snapshot_distance(layout)
+        self._snapshots = slots if pages.prefix_cache else None  # the slots, where snapshots of them are of use
         pages.on_eviction = self._forget
 
     def _forget(self, page: int) -> None:
@@ -37,11 +39,6 @@ class StateStore:
             self.slots.forget(page)
         if self._windows is not None:
             self._windows.forget(page)
-
-    @property
-    def _snapshots(self) -> SlotPool | None:
-        """The slots, where snapshots of them are of use."""
-        return self.slots if self.pages.prefix_cache else None
 
     def admit(self, sequence: Sequence, spare: int) -> bool:
         """Gives a sequence pages for all tokens known now, and a slot; what an equal prefix left is taken up, and
@@ -61,6 +58,8 @@ class StateStore:
     def grow(self, sequence: Sequence, draft_tokens: int = 0, left: int = 0) -> bool:
         """Pages for the tokens known now and so many guesses. False where fewer than `left` would be left for others;
         then nothing has changed."""
+        if self._windows is None and len(sequence.tokens) + draft_tokens <= sequence.num_pages * sequence.page_size:
+            return True  # most steps of most sequences
         missing = sequence.pages_wanted(draft_tokens) - sequence.num_pages
         if missing > 0 and self.pages.available < missing + left:
             return False
@@ -106,8 +105,8 @@ class StateStore:
     def snapshot(self, sequence: Sequence) -> None:
         """After a step: keeps the state of a sequence that has just reached a page boundary. A prompt's stays for
         everybody, an answer's newest one until the next."""
-        slots, length = self._snapshots, sequence.computed_len
-        if slots is None or length % self.pages.page_size:
+        slots = self._snapshots
+        if slots is None or (length := sequence.computed_len) % self.pages.page_size:
             return
         if length == sequence.total_len:
             slots.copy(sequence.slot, sequence.boundary_slot, sequence.state_len)

@@ -177,8 +177,10 @@ class PageRows:
 
     def fill_single(self, sequences: Rows[Sequence], first: npt.NDArray[np.int64]) -> None:
         """Sequence i has one row, row i, at position first[i]."""
-        for table, sequence in zip(self._tables, sequences, strict=True):
-            table[: sequence.num_pages] = self._table(sequence)[: sequence.num_pages]
+        counts = [sequence.num_pages for sequence in sequences]
+        tables = [s.window_table for s in sequences] if self._windowed else [s.page_table for s in sequences]
+        for row, own, count in zip(self._tables, tables, counts, strict=True):
+            row[:count] = own[:count]
         pages = self._tables[np.arange(len(first)), first // self._page_size]
         self._cache_slots.array[: len(first)] = pages.astype(np.int64) * self._page_size + first % self._page_size
 
@@ -239,11 +241,11 @@ class BatchArrays:
     def fill(self, chunks: Rows[Chunk]) -> ForwardBatch:
         """The chunks in host memory; valid until the next `fill`."""
         by_row = self._each_row or (self._row_per_sequence and any(chunk.draft_tokens for chunk in chunks))
-        sequences = sum(chunk.length for chunk in chunks) if by_row else len(chunks)
+        rows = sum([chunk.length for chunk in chunks])
+        sequences = rows if by_row else len(chunks)
         folds = self._speculative and (self._each_row or not all(map(_is_plain, chunks)))
         for places in self._places:
             places.begin(chunks, sequences)
-        rows = sum(chunk.length for chunk in chunks)
         fill = self._fill_single if rows == len(chunks) >= MANY_SINGLE else self._fill_any
         logits = fill(chunks, by_row, folds)
         whole, *others = self._places
@@ -262,7 +264,8 @@ class BatchArrays:
         if self._images_from and (turns := turns_of(chunks)) is not None:
             tensors |= {"turns": turns, "image_rows": image_rows_of(chunks, turns, self._images_from)}
         windows = {"cache_slots": others[0].slots(rows), "block_tables": others[0].tables} if others else None
-        single = sequences if by_row else sum(1 for _ in takewhile(lambda c: c.length == 1, chunks))
+        each_single = by_row or rows == sequences
+        single = sequences if each_single else sum(1 for _ in takewhile(lambda c: c.length == 1, chunks))
         return forward_batch(tensors, windows, single_rows=single)
 
     def _fill_any(self, chunks: Rows[Chunk], by_row: bool, folds: bool) -> int:
@@ -279,8 +282,9 @@ class BatchArrays:
     def _fill_single(self, chunks: Rows[Chunk], by_row: bool, folds: bool) -> int:
         """As `_fill_any`, of chunks of one row each, array by array."""
         count, sequences = len(chunks), [chunk.sequence for chunk in chunks]
-        first = np.array([chunk.first for chunk in chunks], dtype=np.int64)
-        self._input_ids.array[:count] = [s.tokens[at] for s, at in zip(sequences, first.tolist(), strict=True)]
+        places = [chunk.sequence.computed_len + chunk.offset for chunk in chunks]
+        first = np.array(places, dtype=np.int64)
+        self._input_ids.array[:count] = [s.tokens[at] for s, at in zip(sequences, places, strict=True)]
         self._positions.array[:count] = first
         self._query_starts.array[1 : count + 1] = self._counting[:count] + 1
         self._seq_lens.array[:count] = first + 1
@@ -288,8 +292,8 @@ class BatchArrays:
         if folds:
             self._state_lens.array[:count] = [sequence.state_len for sequence in sequences]
             self._num_verified.array[:count] = 1
-        for places in self._places:
-            places.fill_single(sequences, first)
+        for pages in self._places:
+            pages.fill_single(sequences, first)
         rows = [row for row, chunk in enumerate(chunks) if chunk.logits]
         self._logits_rows.array[: len(rows)] = rows
         return len(rows)

@@ -33,20 +33,21 @@ def no_new_request() -> bool:
 @dataclass(frozen=True, slots=True)
 class Step:
     """chunks: in the order of their rows. shared_tokens: rows that the one chunk may shrink to while it runs, as soon
-    as `has_new_request`; 0: it stays as it is."""
+    as `has_new_request`; 0: it stays as it is. decode_rows: how many first chunks are known to be no prompt's."""
 
     chunks: tuple[Chunk, ...]
     shared_tokens: int = 0
     has_new_request: HasNewRequest = no_new_request
+    decode_rows: int = 0
 
     @property
     def num_tokens(self) -> int:
         """Rows of the model, those of draft tokens included."""
-        return sum(chunk.length for chunk in self.chunks)
+        return sum([chunk.length for chunk in self.chunks])
 
     @property
     def has_prefill(self) -> bool:
-        return any(chunk.prefills for chunk in self.chunks)
+        return any(chunk.prefills for chunk in self.chunks[self.decode_rows :])
 
     @property
     def has_drafts(self) -> bool:
@@ -134,35 +135,33 @@ class ShrinkingStep:
 class SequenceOutput:
     """`row`: of the step's logits, the one that the next token is chosen from."""
 
-    __slots__ = ("_draft_tokens", "_outputs", "chunk", "first_position", "first_row", "row", "tokens")
+    __slots__ = ("_outputs", "chunk", "first_position", "first_row", "row", "sequence", "tokens")
 
     def __init__(self, chunk: Chunk, first_row: int, row: int) -> None:
         """first_row: of the step's rows, the chunk's first; row: of the step's logits. Made before any token is
         chosen."""
         self.chunk, self.first_row, self.row = chunk, first_row, row
-        self.first_position = chunk.sequence.computed_len
-        self._draft_tokens = iter(chunk.draft_tokens)
-        self._outputs: list[TokenOutput] = []
+        self.sequence: Sequence = chunk.sequence
+        self.first_position = self.sequence.computed_len
+        self._outputs: tuple[TokenOutput, ...] = ()
         self.tokens = 0  # that it has got
-
-    @property
-    def sequence(self) -> Sequence:
-        return self.chunk.sequence
 
     @property
     def rows(self) -> int:
         """The model's rows of tokens that the sequence has had, once its first token is chosen."""
-        return self.chunk.num_verified + max(0, self.tokens - 1)
+        drafts = len(self.chunk.draft_tokens)
+        return self.chunk.length - drafts + max(0, self.tokens - 1) if drafts else self.chunk.length
 
     def take(self, token_id: int, output: TokenOutput) -> bool:
         """The next token of the sequence. True: the row behind it is of this token, and the answer goes on."""
-        self.tokens += 1
+        taken, drafts = self.tokens, self.chunk.draft_tokens
+        self.tokens = taken + 1
         self.row += 1
-        self.end(output)
-        return output.finish_reason is None and next(self._draft_tokens, None) == token_id
+        self._outputs += (output,)
+        return taken < len(drafts) and output.finish_reason is None and drafts[taken] == token_id
 
     def end(self, output: TokenOutput) -> None:
-        self._outputs.append(output)
+        self._outputs += (output,)
 
     @property
     def output(self) -> TokenOutput | None:
@@ -192,7 +191,7 @@ def turns_of(chunks: Rows[Chunk]) -> Iterator[SequenceOutput]:
         row += chunk.length
 
 
-def merged(outputs: list[TokenOutput]) -> TokenOutput:
+def merged(outputs: Rows[TokenOutput]) -> TokenOutput:
     """One output that says what these say one after the other."""
     if len(outputs) == 1:
         return outputs[0]
