@@ -37,7 +37,7 @@ class EngineParts:
     live: LiveExperts | None = None  # moves experts between steps; None: they stay where they are
     handoff: Handoff | None = None  # between a GPU and the experts in CPU memory; None: no GPU
     begin_step: StepHooks | None = None  # on a GPU: what its operations prepare outside CUDA graphs
-    drafter: Drafter | None = None  # who guesses, where the plan wants it; None: whom that names. A layer works anyway
+    drafter: Drafter | None = None  # who drafts, where the plan wants it; None: whom that names. A layer works anyway
     stream_seconds: float | None = None  # of a step in which all experts travel to the GPU; None: none does
 
     leader: Leader | None = None  # of other ranks; None: this process has all of the model, or is not the first rank
