@@ -11,8 +11,8 @@ from tandem.spec.model_config import ModelConfig
 GRAPH_FLAGS = ("disable_cuda_graph", "cuda_graph_bs", "cuda_graph_max_bs")
 SMALL_GRAPH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 DEFAULT_LARGEST_GRAPH = 256  # each graph keeps its logits; larger ones have to be asked for
-MOST_DRAFT_ROWS = 128  # with guesses, if more sequences do not run together: longer steps gain little from them
-FEW_ROWS = tuple(range(1, 9))  # a step with guesses may have any number of rows, and a copy costs as much as a guess
+MOST_DRAFT_ROWS = 128  # with drafts, if more sequences do not run together: longer steps gain little from them
+FEW_ROWS = tuple(range(1, 9))  # a step with drafts may have any number of rows, and a copy costs as much as a draft
 LEAST_FILLED = 0.5  # of a prompt's graph's rows: copies cost as much as others
 PROMPT_SIZES = (128, 256, 512, 1024, 2048)  # longer chunks keep a GPU busy whatever the host does
 PROMPT_SEQUENCES = 8  # of a chunk that is replayed, at most
@@ -30,7 +30,7 @@ def captured_sizes(
 
 
 def graph_sizes(config: EngineConfig, running: int, draft_tokens: int = 0) -> tuple[int, ...]:
-    """Rows, ascending: no more than sequences run together, or than they have with so many guesses of each."""
+    """Rows, ascending: no more than sequences run together, or than they have with so many draft tokens of each."""
     if config.disable_cuda_graph:
         return ()
     sizes = config.cuda_graph_bs
@@ -46,7 +46,7 @@ def graph_sizes(config: EngineConfig, running: int, draft_tokens: int = 0) -> tu
 def plain_graph_sizes(
     config: EngineConfig, model: ModelConfig, running: int, draft_tokens: int = 0
 ) -> tuple[int, ...]:
-    """Rows of graphs that are captured a second time where steps may guess: for steps that have no guesses and follow
+    """Rows of graphs that are captured a second time where steps may draft: for steps that have no drafts and follow
     none. Only layers that fold tokens into a memory have faster kernels then. Their last bits are others."""
     has_plain_kernels = any(cost_of(mixer).has_plain_kernels for mixer in model.mixers)
     if not draft_tokens or not has_plain_kernels or config.enable_deterministic_inference:
@@ -55,7 +55,7 @@ def plain_graph_sizes(
 
 
 def draft_sizes(sizes: tuple[int, ...], draft_tokens: int) -> tuple[int, ...]:
-    """Sequences of the graphs that guess, ascending; sizes: of the graphs of steps, which compute the guesses."""
+    """Sequences of the graphs that draft, ascending; sizes: of the graphs of steps, which compute the draft tokens."""
     most = max(sizes, default=0) // (1 + draft_tokens)
     return tuple(size for size in DRAFT_SIZES if size <= most)
 

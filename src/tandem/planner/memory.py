@@ -109,7 +109,7 @@ class MemoryRequest:
 
     @cached_property
     def draft_tokens(self) -> int:
-        """Guessed next tokens of a sequence in a step, at most."""
+        """Draft tokens of a sequence in a step, at most."""
         return most_draft_tokens(self.config, self.model)
 
     @property

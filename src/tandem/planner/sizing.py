@@ -275,8 +275,8 @@ def _divided(room: GpuRoom, extra: int) -> GpuMemory:
 
 
 def _draft_bytes(request: MemoryRequest, room: int) -> int:
-    """Bytes of a draft layer's experts, if they are to be on the GPU: each guess uses them. They leave room for one
-    request, or for what was asked for."""
+    """Bytes of a draft layer's experts, if they are to be on the GPU: each draft token uses them. They leave room for
+    one request, or for what was asked for."""
     max_tokens, context = request.config.max_total_tokens, wanted_context(request)[0]
     nbytes = draft_experts(request.model) * expert_bytes(request)
     least = min(context, DEFAULT_CONTEXT) if max_tokens is None else max_tokens

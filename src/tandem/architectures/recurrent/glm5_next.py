@@ -2,7 +2,7 @@
 tokens that an indexer chooses; several streams, whose mean is taken in the end; all activations clamped.
 
 Only its text. Its draft layer has one stream, and takes the mean of the model's: no published file has other tensors,
-and no published guesses have been compared. What is guessed is verified.
+and no published draft tokens have been compared. What is drafted is verified.
 """
 
 from __future__ import annotations
