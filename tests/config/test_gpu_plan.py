@@ -181,7 +181,7 @@ def test_graph_sizes(flags: dict[str, object], sizes: tuple[int, ...]) -> None:
         ({"max_running_requests": 1, "disable_cuda_graph": True}, ()),
     ],
 )
-def test_graphs_have_rows_for_guesses(flags: dict[str, object], sizes: tuple[int, ...]) -> None:
+def test_graphs_have_rows_for_drafts(flags: dict[str, object], sizes: tuple[int, ...]) -> None:
     """And the GPU's memory has room for their logits."""
     plain, p = plan(with_gpu(), **flags), plan(with_gpu(), speculative_algorithm="NGRAM", **flags)
     assert p.gpu is not None and p.gpu.graph_sizes == sizes

@@ -62,7 +62,7 @@ arrivals = st.lists(
 def test_random_traffic(
     arrivals, num_pages, max_running, max_step_tokens, radix_cache, page_size, acceptance
 ) -> None:
-    """acceptance: of guesses of what each answer is when it runs alone; None: nothing is guessed."""
+    """acceptance: of draft tokens of what each answer is when it runs alone; None: nothing is drafted."""
     known = [
         run(fake_engine(), request("alone", prompt, **wanted(max_tokens, n, wish)))
         for _, prompt, max_tokens, n, _, wish in arrivals

@@ -138,7 +138,7 @@ def test_every_cut_is_convolved_alike(tier: str, dtype: torch.dtype, cuts: list[
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tier", TIERS)
 def test_every_cut_is_gated_alike(tier: str, dtype: torch.dtype, cuts: list[int], biased: bool) -> None:
-    """Between the cuts comes a wrong guess, whose row nobody asks for later."""
+    """Between the cuts comes a rejected draft token, whose row nobody asks for later."""
     channels, g, folds = 300, torch.Generator().manual_seed(2), folds_of(tier)
     taps, found = taps_for(g, channels, biased), [list[Tensor](), list[Tensor]()]
     each = [torch.randn(LENGTH, 3 * channels, generator=g).to(dtype) for _ in range(2)]
