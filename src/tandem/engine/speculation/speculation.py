@@ -255,7 +255,7 @@ class Speculation:
             return
         self._logged = now
         _log.info(
-            "speculation %s: %d of %d decode steps had drafts; %.0f %% of %d draft tokens accepted; %.1f s saved since start",
+            "speculation %s: %d of %d decode steps had drafts; %.0f %% of %d tokens accepted; %.1f s saved since start",
             self._algorithm, self._with_drafts, self._steps,
             100.0 * self._accepted / max(1, self._draft_tokens), self._draft_tokens, self._saved,
         )  # fmt: skip
