@@ -216,7 +216,7 @@ def test_prompts_take_a_bounded_time_of_steps_that_others_wait_for() -> None:
     assert pace.step_tokens(decoding=1) == 1 + 32
 
 
-def test_a_step_in_which_experts_travel_takes_as_long_for_any_rows() -> None:
+def test_a_step_in_which_experts_are_streamed_takes_as_long_for_any_rows() -> None:
     """What a long step alone shows says nothing about short ones, whose experts the CPU computes."""
     pace = PrefillPace(8192, streams=True)
     pace.observe(tokens=8192, seconds=0.3, shared=False)

@@ -17,7 +17,7 @@ LEAST_FILLED = 0.5  # of a prompt's graph's rows: copies cost as much as others
 PROMPT_SIZES = (128, 256, 512, 1024, 2048)  # longer chunks keep a GPU busy whatever the host does
 PROMPT_SEQUENCES = 8  # of a chunk that is replayed, at most
 GRAPH_BYTES, KERNEL_BYTES = 112_000, 2200  # of GPU memory that CUDA keeps of a graph, and of each kernel (an H100)
-CHUNK_KERNELS, PART_KERNELS = 40, 8  # of a prompt's layer; and of each more part in which its experts travel
+CHUNK_KERNELS, PART_KERNELS = 40, 8  # of a prompt's layer; and of each more part in which its experts are streamed
 DRAFT_SIZES = (1, 2, 4, 8, 16, 32)
 GRAPH_STEPS = ((64, 8), (128, 16), (1 << 30, 32))  # up to a size, beyond the small ones: steps between graphs
 
@@ -83,7 +83,7 @@ def graph_reason(config: EngineConfig, model: ModelConfig, running: int) -> str:
 
 def prompt_sizes(config: EngineConfig, model: ModelConfig, streamed: int = 0) -> tuple[int, ...]:
     """Rows of prompts' chunks that are captured where the GPU computes them alone. streamed: of a step in which experts
-    travel. Only where lengths of sequences do not decide which kernels run."""
+    are streamed. Only where lengths of sequences do not decide which kernels run."""
     plain = all(cost_of(mixer).prompt_graphs for mixer in model.mixers)
     drafts = config.speculative_algorithm in DRAFT_ALGORITHMS
     attention = config.attention_backend in ("auto", "triton")
@@ -116,7 +116,7 @@ def prompt_graph_bytes(
     model: ModelConfig, sizes: tuple[int, ...], parts: int, reserved_sms: int = 0, row_bytes: int = MOST_ROW_BYTES
 ) -> int:
     """GPU bytes of prompt graphs and their buffers: rows between a chunk's kernels, and each size's logits. parts:
-    graphs of a layer's experts, which travel, so there are those of `split_sizes`, too; 0: none does. reserved_sms:
+    graphs of a layer's experts, which are streamed, so there are those of `split_sizes`, too; 0: none is. reserved_sms:
     multiprocessors that prompts leave to steps. Prompts that run alone have graphs of their own then. row_bytes: of
     experts' rows at a time, as the GPU has room for (`expert_row_bytes`)."""
     if not sizes:

@@ -170,12 +170,12 @@ def _short_steps(room: GpuRoom, reserved: int = 0) -> GpuMemory:
 
 
 def _with_ring(room: GpuRoom) -> GpuMemory:
-    """With a ring for experts that travel, if it fits; and graphs of the prompts that bring them."""
+    """With a ring for streamed experts, if it fits; and graphs of the prompts that bring them."""
     ring, tokens = ring_for(room.request, room.gpu).nbytes, long_step_tokens(room.request.model)
     extra = (ring + room.scratch_beyond(tokens)) * room.request.config.pipeline_parallel_size  # on each GPU
     memory = fits(room, extra)
     if memory is None:
-        why = f"{gib(ring)} of GPU memory for experts that travel are not there"
+        why = f"{gib(ring)} of GPU memory for streamed experts are not there"
         return replace(_short_steps(room), ring_reason=why, cramped=why)
     with_ring = replace(memory, ring_bytes=ring, ring_reason="", step_tokens=tokens)
     return _with_prompt_graphs(room, with_ring, extra, tokens)

@@ -136,7 +136,9 @@ class KtLayer:
         return self._mask.copy_(self.gpu_experts_mask, non_blocking=True)
 
     def submit_write_weight_scale_to_buffer(self, *args: Any, **kwargs: Any) -> None:
-        raise ConfigError(f"{WHERE}: experts do not travel to SGLang's GPU: leave --kt-gpu-prefill-token-threshold out")
+        raise ConfigError(
+            f"{WHERE}: experts are not streamed to SGLang's GPU: leave --kt-gpu-prefill-token-threshold out"
+        )
 
     sync_write_weight_scale_to_buffer = submit_write_weight_scale_to_buffer
 

@@ -47,7 +47,7 @@ class GpuDrafts:
         return self.model.draft(hidden, batch, self.states)
 
     def single_pass(self) -> Pass:
-        """Pass of a batch in host memory. Its experts are those of few rows, so none of them travels."""
+        """Pass of a batch in host memory. Its experts are those of few rows, so none of them is streamed."""
 
         def run(hidden: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
             self.begin_step(batch, True)

@@ -298,7 +298,7 @@ def _replayed(case: Case, rows: int) -> int:
 
 
 def _ram_experts(case: Case, rows: int, on_cpu: float) -> tuple[float, float]:
-    """Share of the experts in CPU memory that travels to the GPU, and seconds until all are computed."""
+    """Share of the experts in CPU memory that is streamed to the GPU, and seconds until all are computed."""
     plan, moe = case.plan, len(case.model.moe_layers)
     if case.gpu_share == 1.0 or not moe or plan.gpu is None:
         return 0.0, 0.0
