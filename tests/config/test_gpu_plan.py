@@ -608,7 +608,7 @@ def test_nothing_is_said_where_all_experts_are_on_the_gpu() -> None:
     assert "streamed experts" not in [decision.name for decision in p.decisions]
 
 
-LATE = "--kt-max-deferred-experts-per-token"
+DEFERRED_FLAG = "--kt-max-deferred-experts-per-token"
 
 
 @pytest.mark.parametrize(
@@ -619,24 +619,24 @@ LATE = "--kt-max-deferred-experts-per-token"
         (with_gpu(), {"kt_num_gpu_experts": 4, "disable_cuda_graph": True}, "only decode steps that are CUDA graphs"),
     ],
 )
-def test_late_experts_that_change_nothing_say_so(machine_: Machine, flags: dict[str, object], why: str) -> None:
+def test_deferred_experts_that_change_nothing_say_so(machine_: Machine, flags: dict[str, object], why: str) -> None:
     p = plan(machine_, kt_max_deferred_experts_per_token=2, **flags)
-    (line,) = [line for line in p.notices if line.startswith(LATE)]
-    assert line.startswith(f"{LATE} 2 changes nothing: ") and why in line
+    (line,) = [line for line in p.notices if line.startswith(DEFERRED_FLAG)]
+    assert line.startswith(f"{DEFERRED_FLAG} 2 changes nothing: ") and why in line
     assert p.gpu is None or p.gpu.deferred == 0
 
 
-@pytest.mark.parametrize(("asked", "late"), [(2, 2), (1000, MODEL.moe.router.top_k)])
-def test_late_experts_are_announced_as_lossy(asked: int, late: int) -> None:
+@pytest.mark.parametrize(("asked", "deferred"), [(2, 2), (1000, MODEL.moe.router.top_k)])
+def test_deferred_experts_are_announced_as_lossy(asked: int, deferred: int) -> None:
     p = plan(with_gpu(), kt_max_deferred_experts_per_token=asked, kt_num_gpu_experts=4)
-    assert p.gpu is not None and p.gpu.deferred == late
-    assert "lossy" in reason(p, "late experts")
-    (line,) = [line for line in p.notices if line.startswith(LATE)]
-    assert f"is lossy: up to {late} of " in line
-    assert f"kt quality demo {LATE} {asked} --kt-gpu-experts-ratio 0.1" in line
+    assert p.gpu is not None and p.gpu.deferred == deferred
+    assert "lossy" in reason(p, "deferred experts")
+    (line,) = [line for line in p.notices if line.startswith(DEFERRED_FLAG)]
+    assert f"is lossy: up to {deferred} of " in line
+    assert f"kt quality demo {DEFERRED_FLAG} {asked} --kt-gpu-experts-ratio 0.1" in line
     usual = plan(with_gpu(), kt_num_gpu_experts=4)
     assert usual.gpu is not None and usual.gpu.deferred == 0
-    assert not any(LATE in line for line in usual.notices)
+    assert not any(DEFERRED_FLAG in line for line in usual.notices)
 
 
 def test_rows_of_wide_experts_have_room_on_large_gpus() -> None:

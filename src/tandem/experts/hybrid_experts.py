@@ -126,7 +126,7 @@ class HybridExperts:
         self._handoff.last = self._number
 
     def defer(self, most: int) -> None:
-        """In graphs, up to `most` of a token's experts are late (`deferral`)."""
+        """In graphs, up to `most` of a token's experts are deferred (`deferral`)."""
         routed = self._handoff.sizes.top_k - self._shared
         self._handoff.defer(self._number, Deferral(max(0, routed - most), routed))
 

@@ -204,7 +204,7 @@ def _check_same(spec: LayerRequest, model: ModelExperts) -> None:
 def _log_once(spec: LayerRequest, model: ModelExperts) -> None:
     _log.warning("experts: %s", model.text())
     if spec.max_deferred_experts_per_token:
-        _log.warning("--kt-max-deferred-experts-per-token changes nothing: no expert is late")
+        _log.warning("--kt-max-deferred-experts-per-token changes nothing: no expert is deferred")
     own = int(spec.gpu_experts_mask.sum()) if spec.gpu_experts_mask is not None else spec.num_gpu_experts
     for fault in known_faults(own, model.config.moe.router.scale, spec.masked):
         _log.warning("%s", fault)
