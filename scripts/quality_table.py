@@ -226,7 +226,8 @@ def table(rows: list[Row]) -> str:
     for row in sorted(rows, key=lambda row: float(row["kl"])):
         change = row["perplexity"] / row["reference_perplexity"] - 1
         kl = f"{row['kl']:.5f} ± {row['kl_error']:.5f}"
-        lines.append(f"| {SHOWN.get(row['what'], row['what'])} | {row['bits']:g} | {change:+.2%} | {kl} | {row['same_top']:.2%} |")
+        what = SHOWN.get(row["what"], row["what"])
+        lines.append(f"| {what} | {row['bits']:g} | {change:+.2%} | {kl} | {row['same_top']:.2%} |")
     return "\n".join(lines)
 
 

@@ -65,8 +65,8 @@ class QualityFlags:
 
         if self.deferred and self.layer_kl:
             raise ConfigError(
-                "--layer-kl measures a layer alone, but deferred experts are added in the next one: leave out --layer-kl "
-                "or --kt-max-deferred-experts-per-token"
+                "--layer-kl measures a layer alone, but deferred experts are added in the next one: leave out "
+                "--layer-kl or --kt-max-deferred-experts-per-token"
             )
 
     @property
