@@ -11,7 +11,7 @@ The GPU's every wait is bounded: if the CPU's side throws, hangs or is gone, the
 hangs for ever is the supervisor's: its watchdog ends the process.
 
 Experts may be deferred in graphs (`Deferral`): of a layer that defers, the CPU computes a token's weakest experts after
-its answer, and their sum comes with the next one. Posts take turns between two halves of the mailbox for that.
+its answer. Their sum comes with the next one. Posts take turns between two halves of the mailbox for that.
 
 In graphs of few rows the GPU also says which experts the next layer will probably want. The CPU fetches their weights
 while it waits for that layer's post (csrc/experts/run/foresight.h). No result depends on it.

@@ -44,8 +44,8 @@ class DraftBlock:
     def __call__(
         self, embedding: Embedding, head: Linear, batch: ForwardBatch, states: States
     ) -> tuple[Tensor, Tensor]:
-        """Draft tokens behind batch.logits_rows, int64 [R, n], and how likely each is if those before it are accepted,
-        float32 [R, n]. states: each layer's ring, then the model's hidden states."""
+        """Draft tokens behind batch.logits_rows, int64 [R, n], and how likely each is, given those before it, float32
+        [R, n]. states: each layer's ring, then the model's hidden states."""
         rings = [arrays[0] for arrays in states[:-1]]
         self._keep(batch, rings, states[-1][0])
         at, ids = self._rows(batch)

@@ -46,8 +46,8 @@ def graph_sizes(config: EngineConfig, running: int, draft_tokens: int = 0) -> tu
 def plain_graph_sizes(
     config: EngineConfig, model: ModelConfig, running: int, draft_tokens: int = 0
 ) -> tuple[int, ...]:
-    """Rows of graphs that are captured a second time where steps may draft: for steps that have no drafts and follow
-    none. Only layers that fold tokens into a memory have faster kernels then. Their last bits are others."""
+    """Rows of graphs that are captured a second time where steps may draft: for steps without drafts that follow none.
+    Only layers that fold tokens into a memory have faster kernels then. Their last bits are others."""
     has_plain_kernels = any(cost_of(mixer).has_plain_kernels for mixer in model.mixers)
     if not draft_tokens or not has_plain_kernels or config.enable_deterministic_inference:
         return ()

@@ -12,7 +12,7 @@ LAYER_KINDS = 64  # of a draft layer's tokens: this, and how many come before
 
 class Draft(NamedTuple):
     """Tokens that may follow a sequence's last one, in order. kinds: of each, how good its evidence is, given that
-    those before it are accepted: tokens of one kind are accepted about as often as each other. More kinds than tokens:
+    those before it are accepted. Tokens of one kind are accepted about as often as each other. More kinds than tokens:
     those could be drawn, at a cost. confidences: how likely whoever made a token calls it; (): it does not say."""
 
     tokens: tuple[int, ...]

@@ -1,8 +1,8 @@
 """`DraftLengthController`: how many draft tokens are worth a row in the next step.
 
-Each draft token lengthens the step by what its row costs, and saves a share of a later step if it is accepted. Both are
-measured: the cost by the time of steps, the chance by comparing draft tokens with what came, whether a row was computed
-for them or not. So a step without drafts costs nothing more, and still tells whether they would have been accepted.
+Each draft token lengthens the step by what its row costs. If accepted, it saves a share of a later step. Both are
+measured: the cost by the time of steps, the chance by comparing drafts with what came. Drafts without a row are
+compared, too. So a step without drafts costs nothing more, and still tells whether they would have been accepted.
 """
 
 from __future__ import annotations
@@ -253,8 +253,7 @@ class DraftLengthController:
         return 0
 
     def _wider(self, sequences: int, chances: Chances, best: int) -> int:
-        """Now and then: the number of all draft tokens that might pay, if that is more than the best and costs
-        little."""
+        """Now and then: the number of draft tokens that might pay, if it is more than the best and costs little."""
         self._narrow += 1
         if self._narrow < WIDER_EVERY:
             return 0

@@ -129,8 +129,8 @@ class _RecordedRollout:
 
 
 class GpuRollouts:
-    """`Rollouts`. Rows of a prompt are more than a recording has: one pass makes all but the last of them, and drafts
-    nothing. Where more sequences are wanted than a recording has, all runs pass by pass."""
+    """`Rollouts`. Rows of a prompt are more than a recording has: a pass makes all but the last, and drafts nothing.
+    Where more sequences are wanted than a recording has, all runs pass by pass."""
 
     def __init__(self, drafts: GpuDrafts, shapes: Rows[RolloutShape], page_size: int) -> None:
         """shapes: to record, by their sequences, ascending."""

@@ -35,7 +35,7 @@ class NextN:
         return sequence.computed_len - self._rows.computed_rows(sequence)[0]
 
     def draw(self, requests: Rows[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
-        """A sequence with more rows to make up for than a pass has gets them over several steps, and no draft tokens.
+        """A sequence with more rows to make up for than a pass has gets them over several steps, and no drafts.
         After a failure no row counts as made."""
         draft_tokens: dict[Sequence, list[int]] = {sequence: [] for sequence, _ in requests}
         self.unusual, left = False, list(draft_tokens)

@@ -48,8 +48,7 @@ _NOBODY = _DraftedStep([])
 def _cheapest(
     drawing: BatchDrafter, sequences: Rows[Sequence], offers: Rows[Draft | None]
 ) -> list[tuple[Sequence, int]]:
-    """Whose draft tokens are drawn to be compared, and how many: of all that lack few rows, or of the one that lacks
-    fewest."""
+    """Whose drafts are compared, and how many: of all that lack few rows, or of the one that lacks fewest."""
     lacks = {s: drawing.behind(s) for s, offer in zip(sequences, offers, strict=True) if offer}
     most = max(CHEAP_ROWS, min(lacks.values(), default=0))
     cheap = [(s, len(offer.kinds)) for s, offer in zip(sequences, offers, strict=True) if offer and lacks[s] <= most]

@@ -111,7 +111,7 @@ def attention_shape(plan: Plan, model: ModelConfig) -> AttentionShape | None:
 
 
 def registered(plan: Plan, side: GpuSide, progress: Progress | None = None) -> CudaCopies | None:
-    """After the model was built: experts in CPU memory, if any may move or be streamed, such that DMA reads them. None
+    """After the model was built: experts in CPU memory, such that DMA reads them, if any move or are streamed. None
     where the system refuses that, where they lie in a file, or where nobody wants it."""
     layers = [experts.cpu for experts in side.hybrids if experts.cpu is not None]
     if plan.gpu is None or not layers or not (plan.gpu.live or plan.gpu.streams_experts):
@@ -240,7 +240,7 @@ class StepStart:
             self._stream.begin(0 if captured else len(batch.input_ids), shared=batch.single_rows > 0)
 
     def load_kernels(self, batch: ForwardBatch, streamed: Sequence[int]) -> None:
-        """As a call for a step kernel by kernel, in which the experts of these layers are streamed, and no others."""
+        """As a call for a step kernel by kernel, in which the experts of these layers alone are streamed."""
         self._ops.find_rows(batch, False)
         self._ops.begin_step(batch, False)
         if self._stream is not None:

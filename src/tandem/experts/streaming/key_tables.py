@@ -1,4 +1,4 @@
-"""`KeyTables`: says to the GPU which experts are streamed in a step, and where in its layer's parts each will be."""
+"""`KeyTables`: says to the GPU which experts are streamed in a step, and where in their layer's parts."""
 
 from __future__ import annotations
 

@@ -212,8 +212,7 @@ class ExpertStream:
         self.deliveries.begin(self.counts, whole=layers is not Layers.GIVEN)
 
     def begin_only(self, rows: int, layers: Iterable[int]) -> None:
-        """Before a step that loads kernels: all experts of these layers are streamed, of no others, and its times say
-        nothing."""
+        """Before a step that loads kernels: all experts of these layers alone are streamed. Its times say nothing."""
         self.rows, self._last = rows, None
         by_index = {index: self._layers[index] for index in layers}
         self.counts = {index: layer.cpu_slots for index, layer in by_index.items() if layer is not None}

@@ -1,4 +1,4 @@
-"""Experts streamed to the GPU for steps of many rows: whether they can be, where to, and what their graphs take."""
+"""Experts streamed to the GPU for steps of many rows: whether, where to, and what their graphs take."""
 
 from __future__ import annotations
 

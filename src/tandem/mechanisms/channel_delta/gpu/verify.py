@@ -1,8 +1,8 @@
 """Rows of sequences that may draft: as `channels.py` and `folds.py` in one kernel, for runs of rows of one slot.
 
 A program has some columns of one head's memory. It takes in the draft tokens accepted since, from what was kept of
-them, then the run's first row, and stores the memory. The draft tokens behind it go on in registers. A second kernel
-keeps what they were given: the place of the furthest draft token is that of the first one that the first kernel still
+them. It takes in the run's first row, too, and stores the memory. The draft tokens behind it go on in registers. A
+second kernel keeps what they were given: the place of the furthest is that of the first one that the first kernel still
 reads.
 
 All tokens pass through one loop, so a token that is taken in later is taken in with the same bits.

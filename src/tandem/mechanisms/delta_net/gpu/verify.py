@@ -1,8 +1,8 @@
 """Rows of sequences that may draft: as `step.py`, for runs of rows that belong to one sequence.
 
 A run is neighbours of one slot: a token, and the draft tokens behind it. A program has one value head of one run. It
-folds the draft tokens accepted since, from the inputs and gates that were kept of them, then the run's first row, and
-stores the memory. The draft tokens go on in registers; of them only inputs and gates are kept.
+folds the draft tokens accepted since, from the inputs and gates that were kept of them. It folds the run's first row,
+too, and stores the memory. The draft tokens go on in registers; of them only inputs and gates are kept.
 
 All tokens pass through one loop, so a token that is folded later is folded with the same bits.
 """
