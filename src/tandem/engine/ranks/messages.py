@@ -43,8 +43,8 @@ class SentRows(msgspec.Struct, frozen=True, array_like=True):
 class StepList(msgspec.Struct, frozen=True, array_like=True):
     """Copies of slots, from and to, then a step. ended: sequences that no later list names. warms: it loads GPU kernels
     before the start, through one layer of each kind; streams: whose experts are streamed. committed: tokens that the
-    rows of the step before were, once wrong drafts were dropped; None: nobody says so. widths: how many drafts are made
-    of each run that drafts, where these are rows of the draft layer; None: of the model. task: what becomes of a
+    rows of the step before were, once rejected drafts were dropped; None: nobody says so. widths: how many drafts are
+    made of each run that drafts, where these are rows of the draft layer; None: of the model. task: what becomes of a
     prefill that is computed in pieces between steps; these are the rows of one that begins; None: it is no matter of
     one."""
 
