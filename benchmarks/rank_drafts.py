@@ -3,8 +3,8 @@
     python benchmarks/rank_drafts.py --tp 2 --config glm-4.5-air --acceptance 0.9
 
 Each rank is a process, as in a server. Drafts are made by the draft layer and then exchanged for ones of which the
-wished share comes: made-up layers guess nothing. Rows: {"bench": "drafts", "tp": …, "tok_s": …, "plain_tok_s": …,
-"ratio": …, "right": the share that came, "per_step": tokens of a step with drafts}. One row a batch.
+wished share is accepted: made-up layers draft nothing. Rows: {"bench": "drafts", "tp": …, "tok_s": …, "plain_tok_s": …,
+"ratio": …, "right": the accepted share, "per_step": tokens of a step with drafts}. One row a batch.
 """
 
 from __future__ import annotations
@@ -171,10 +171,10 @@ def measured(asked: argparse.Namespace, engine: Engine, answers: dict[tuple[str,
             if turn:  # kernels are loaded in the first one
                 plain.append(timed(engine, asked, batch, 0)[0])
                 drafted.append(rate)
-            guesses = said.guesses - before.guesses
-            right = (said.right_guesses - before.right_guesses) / max(1, guesses)
-            steps = max(1, said.guess_steps - before.guess_steps)
-            per_step = (said.guess_step_tokens - before.guess_step_tokens) / steps / batch
+            draft_tokens = said.draft_tokens - before.draft_tokens
+            right = (said.accepted_tokens - before.accepted_tokens) / max(1, draft_tokens)
+            steps = max(1, said.draft_steps - before.draft_steps)
+            per_step = (said.draft_step_tokens - before.draft_step_tokens) / steps / batch
         row = {
             "bench": "drafts", "tp": asked.tp, "config": asked.config, "layers": asked.layers, "format": asked.format,
             "gpu_share": asked.share, "algorithm": asked.algorithm, "acceptance": asked.acceptance, "batch": batch,

@@ -220,7 +220,7 @@ def faster(model: Headline) -> list[str]:
 
 def common(model: Headline) -> list[str]:
     draft = (
-        f"`--speculative-algorithm {model.draft}`: the checkpoint's draft layer guesses tokens. It takes memory, too. "
+        f"`--speculative-algorithm {model.draft}`: the checkpoint's draft layer drafts tokens. It takes memory, too. "
         "With most experts in RAM it gains little ([when it pays](../speculation.md))."
     )
     return [

@@ -1,9 +1,9 @@
 """Trains a draft layer for the demo model, on answers that the model writes itself; nothing else is read.
 
-python scripts/train_mtp.py DIR                      # writes, trains and says how many guesses are right: 35 minutes
+python scripts/train_mtp.py DIR                      # writes, trains and says how many are accepted: 35 minutes
 kt serve demo --speculative-algorithm NEXTN --speculative-draft-model-path DIR
 
-The layer has a dense feed-forward and guesses the tokens that answers have most often: on a CPU the head of the whole
+The layer has a dense feed-forward and drafts the tokens that answers have most often: on a CPU the head of the whole
 vocabulary takes longer than the layer. Prompts that are only measured have other subjects than those that train it.
 """
 
@@ -56,7 +56,7 @@ def main() -> None:
     for kind in KINDS:
         shares = acceptance(layer, head, [text for text in measured if text.kind == kind and text.greedy])
         print(
-            f"{kind}: of guesses behind right ones are right: {', '.join(f'{share:.3f}' for share in shares)}"
+            f"{kind}: accepted behind accepted ones: {', '.join(f'{share:.3f}' for share in shares)}"
         )
 
 
@@ -70,7 +70,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--seconds", type=float, default=1080, help="of training")
     parser.add_argument("--width", type=int, default=512, help="of the feed-forward")
-    parser.add_argument("--vocab", type=int, default=6144, help="tokens that are guessed")
+    parser.add_argument("--vocab", type=int, default=6144, help="tokens that are drafted")
     parser.add_argument("--rate", type=float, default=1.2e-3, help="of learning, at first")
     parser.add_argument("--threads", type=int, default=2)
     return parser.parse_args()

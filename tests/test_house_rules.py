@@ -61,7 +61,7 @@ NAME_MECHANISMS = {
 # Files that ask by themselves whether an expert is on the GPU. Others ask `experts/residency.py`. May only shrink.
 ASK_FOR_SLOTS = {
     "experts/residency.py": "the owner",
-    "experts/streaming/transfer_order.py": "places of experts that travel, -1: of nobody",
+    "experts/streaming/transfer_order.py": "places of streamed experts, -1: of nobody",
     "kernels/gpu/expert_rows.py": "a kernel skips pairs without a slot",
     "kernels/gpu/expert_tiles.py": "likewise",
     "kernels/gpu/experts.py": "an expert that is loaded has a slot",

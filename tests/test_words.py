@@ -6,6 +6,7 @@ Counts may only shrink: where one does, its number here follows.
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -112,3 +113,18 @@ def test_a_class_has_a_name_of_its_own() -> None:
     assert namesakes <= NAMESAKES.keys(), f"name them by what they are: {sorted(namesakes - NAMESAKES.keys())}"
     assert not NAMESAKES.keys() - namesakes, "take it off the list"
     assert len(NAMESAKES) <= MOST_NAMESAKES
+
+
+GONE = {"guess": "draft token; to draft", "travel": "are streamed", "late expert": "deferred expert"}
+"""Words of the house that the field has others for."""
+PUBLIC = re.compile(
+    r"mimetypes\.guess_type|tandem_speculation_\w+|[\"`](?:speculation_)?(?:right_)?guess\w*[\"`]|\{guesses\}"
+)
+"""Names of other code, of metrics and of JSON fields: dashboards read them."""
+
+
+@pytest.mark.parametrize("pages", ["src/tandem/**/*.py", "docs/**/*.md"])
+def test_words_that_are_gone_do_not_come_back(pages: str) -> None:
+    texts = {path: PUBLIC.sub("", path.read_text(encoding="utf-8")).lower() for path in ROOT.glob(pages)}
+    found = [f"{path.relative_to(ROOT)}: {word}" for path, text in texts.items() for word in GONE if word in text]
+    assert not found, f"in the words of the field: {GONE}"

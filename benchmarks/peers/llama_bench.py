@@ -57,7 +57,7 @@ class Peer:
         return found
 
     def _flags(self, share: float, cpu_only: bool) -> Iterator[list[str]]:
-        """Experts in plain host memory travel to the GPU for prompts; repacked, the CPU has them faster."""
+        """Experts in plain host memory are streamed to the GPU for prompts; repacked, the CPU has them faster."""
         prompts = ",".join(map(str, PROMPTS))
         if cpu_only:
             yield ["-ngl", "0", "-p", "64", "-n", "8"]

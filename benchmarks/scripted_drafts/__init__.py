@@ -1,1 +1,1 @@
-"""Decoding with guesses where answers, routing and the guesses that are right are said in advance."""
+"""Decoding with draft tokens where answers, routing and accepted draft tokens are said in advance."""

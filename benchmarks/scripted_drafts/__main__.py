@@ -1,4 +1,4 @@
-"""Decoding with draft tokens where answers, routing and right guesses are scripted, beside decoding without, in turn.
+"""Decoding with draft tokens, beside decoding without, in turn; answers, routing and acceptance are scripted.
 
     python benchmarks/scripted_drafts --config glm-4.5-air --layers 8 --format INT4 --overlap 0.33
     python benchmarks/scripted_drafts --config qwen3-30b-a3b --overlap 0.33 --fixed 3 --out benchmarks/results
@@ -32,13 +32,13 @@ def main(
     fmt: Annotated[list[str] | None, typer.Option("--format", help="of experts (default: BF16)")] = None,
     gpu_share: Annotated[list[float] | None, typer.Option(min=0, max=1, help="default: 0, 0.5, 1")] = None,
     batch: Annotated[list[int] | None, typer.Option(min=1, help="sequences (default: 1, 8)")] = None,
-    acceptance: Annotated[list[float] | None, typer.Option(min=0, max=1, help="shares of right guesses")] = None,
+    acceptance: Annotated[list[float] | None, typer.Option(min=0, max=1, help="shares of accepted drafts")] = None,
     num_steps: Annotated[
-        int | None, typer.Option("--speculative-num-steps", min=1, max=64, help="most guesses of a step")
+        int | None, typer.Option("--speculative-num-steps", min=1, max=64, help="most draft tokens of a step")
     ] = None,
-    governor: Annotated[bool, typer.Option("--governor/--no-governor", help="as many guesses as pay")] = True,
-    fixed: Annotated[list[int] | None, typer.Option(min=1, help="as many guesses in every step, as well")] = None,
-    draft_ms: Annotated[float | None, typer.Option(min=0, help="time of a guess, of NGRAM's (default: none)")] = None,
+    governor: Annotated[bool, typer.Option("--governor/--no-governor", help="as many draft tokens as pay")] = True,
+    fixed: Annotated[list[int] | None, typer.Option(min=1, help="as many draft tokens in every step, as well")] = None,
+    draft_ms: Annotated[float | None, typer.Option(min=0, help="time of one of NGRAM's (default: none)")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="first layers only")] = None,
     context: Annotated[int, typer.Option(min=1, help="tokens of every sequence")] = 1024,
     steps: Annotated[int, typer.Option(min=1, help="tokens of an answer")] = 32,

@@ -1,4 +1,4 @@
-"""`PricedDrafter`: guesses that are right as often as wished, each at a stated price, as a draft layer's are."""
+"""`PricedDrafter`: draft tokens, accepted as often as wished, each at a stated price, as a draft layer's are."""
 
 from __future__ import annotations
 

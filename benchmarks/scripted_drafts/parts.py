@@ -54,7 +54,7 @@ class ScriptedModel:
         self, hidden: Tensor | None, batch: ForwardBatch, states: Rows[tuple[Tensor, ...]]
     ) -> tuple[Tensor, Tensor]:
         assert isinstance(self._model, DraftingModel), "this model has no draft layer"
-        self._routing.begin_guesses(batch)
+        self._routing.begin_drafts(batch)
         return self._model.draft(hidden, batch, states)
 
 

@@ -1,4 +1,5 @@
-"""The picture of `kt bench decode --overlap … --plot`: what guesses gain, over the share of them that is right."""
+"""The picture of `kt bench decode --overlap … --plot`: what draft tokens gain, over the share of them that is
+accepted."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(9, 6))
-    axes.axhline(1.0, linestyle=":", color="grey", label="without guesses")
+    axes.axhline(1.0, linestyle=":", color="grey", label="without drafts")
     for label, acceptances, ratios in lines(rows):
         axes.plot(acceptances, ratios, marker="o", label=label)
-    axes.set(xlabel="share of the guesses that are right", ylabel="tokens/s, beside those without guesses")
+    axes.set(xlabel="share of the draft tokens that are accepted", ylabel="tokens/s, beside those without drafts")
     axes.legend(fontsize="small")
     first = rows[0]
     figure.suptitle(f"{first['config']}, {first['algorithm']}, overlap {first['overlap']:g}: {first['machine']}")

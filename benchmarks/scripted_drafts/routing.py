@@ -1,6 +1,6 @@
 """`ScriptedRouting`: which experts tokens use, whatever routers choose; neighbours share as many as wished.
 
-Routers of made-up weights choose for each token anew, so no row of a guess would find its experts read already.
+Routers of made-up weights choose for each token anew, so no row of a draft token would find its experts read already.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class ScriptedRouting:
 
     def __init__(self, model: ModelConfig, overlap: float, most_rows: int) -> None:
         """A draft layer has a chain of its own."""
-        guessing = model.drafter
-        self._drafts = 0 if guessing is None else len(guessing.layers)
-        self._block = 1 if guessing is None or guessing.block is None else guessing.block.size
+        drafter = model.drafter
+        self._drafts = 0 if drafter is None else len(drafter.layers)
+        self._block = 1 if drafter is None or drafter.block is None else drafter.block.size
         router, layers = model.moe.router, len(model.moe_layers) + self._drafts
         self.experts = router.num_experts
         self.chain = chains(layers, router.num_experts, router.top_k, overlap)
@@ -75,8 +75,8 @@ class ScriptedRouting:
         places = (batch.positions + first_pages * APART) % len(self._table)
         self.chosen[:, :rows].copy_(self._table.index_select(0, places).transpose(0, 1))
 
-    def begin_guesses(self, batch: ForwardBatch) -> None:
-        """Chooses experts for draft layers' rows that guess; each sequence has one, or a block."""
+    def begin_drafts(self, batch: ForwardBatch) -> None:
+        """Chooses experts for draft layers' rows that draft; each sequence has one, or a block."""
         places = batch.positions[batch.logits_rows]
         offsets = torch.arange(len(places), device=places.device) * APART
         rows = (places + offsets)[:, None] + torch.arange(self._block, device=places.device)

@@ -1,5 +1,5 @@
-"""Rows of scripted drafts: what guesses gain, if so many are right and neighbours share so many experts; governed, and
-at fixed widths, each beside decoding without guesses, in turn.
+"""Rows of scripted drafts: what draft tokens gain, if so many are accepted and neighbours share so many experts;
+governed, and at fixed widths, each beside decoding without drafts, in turn.
 
 Answers are said in advance, and so are experts: weights are made up. What is computed costs what it costs.
 """
@@ -41,7 +41,7 @@ ROOM = 64  # tokens of a sequence beside its prompt and its answer
 
 @dataclass(frozen=True, slots=True)
 class ScriptedFlags:
-    """The flags of a run. fixed: widths that are measured as well; draft_seconds: of each guess."""
+    """The flags of a run. fixed: widths that are measured as well; draft_seconds: of each draft token."""
 
     config: str
     formats: tuple[str, ...]
@@ -60,16 +60,16 @@ class ScriptedFlags:
     tier: str
     dense: str
     draft_seconds: float
-    algorithm: str = "NGRAM"  # or NEXTN, DSPARK: a draft layer does its work, and its guesses are replaced
+    algorithm: str = "NGRAM"  # or NEXTN, DSPARK: a draft layer does its work, and its draft tokens are replaced
 
     @property
     def widths(self) -> list[tuple[int, bool]]:
-        """Most guesses, and whether each step has as many as pay."""
+        """Most draft tokens, and whether each step has as many as pay."""
         return [*([(self.most, True)] if self.governed else []), *((width, False) for width in self.fixed)]
 
     @property
     def widest(self) -> int:
-        """Guesses of a sequence that some step may have: it is planned for them."""
+        """Draft tokens of a sequence that some step may have: it is planned for them."""
         return max(self.most, *self.fixed) if self.fixed else self.most
 
 
@@ -79,7 +79,7 @@ def request(flags: Mapping[str, Any]) -> ScriptedFlags:
     algorithm = "NEXTN" if algorithm == "EAGLE" else algorithm
     if algorithm in DRAFT_ALGORITHMS and flags["draft_ms"]:
         raise ConfigError(
-            f"--draft-ms is what a guess takes that no layer draws, and {algorithm}'s layer takes its own time: "
+            f"--draft-ms is what a draft token takes that no layer draws, and {algorithm}'s layer takes its own time: "
             "leave --draft-ms out, or give --speculative NGRAM"
         )
     most = flags["num_steps"] or default_draft_tokens(algorithm)
@@ -135,16 +135,16 @@ def _of_share(request: ScriptedFlags, fmt: str, share: float, hbm: float) -> Ite
     progress("how fast this memory is read")
     ceilings = MemoryRates(_reader(scripted).mean_gbps(READ_SECONDS), hbm)
     for batch in request.batches:
-        progress(f"batch {batch}: first steps without guesses")
+        progress(f"batch {batch}: first steps without drafts")
         turns = TimedTurns(scripted, ScriptedLoad(batch, request.context, request.tokens))
         for most, pays in request.widths:
             for acceptance in request.acceptances:
-                progress(f"batch {batch}, acceptance {acceptance:g}, {'up to' if pays else 'always'} {most} guesses")
-                guesses = ScriptedDrafts(request.algorithm, acceptance, most, pays, request.draft_seconds)
-                pairs, stats = turns.measure(guesses, request.repeats)
+                progress(f"batch {batch}, acceptance {acceptance:g}, {'up to' if pays else 'always'} {most} drafts")
+                drafts = ScriptedDrafts(request.algorithm, acceptance, most, pays, request.draft_seconds)
+                pairs, stats = turns.measure(drafts, request.repeats)
                 bound = _bounds(request, scripted, batch, fmt, ceilings)
                 yield (
-                    _row(request, scripted, fmt, share, batch, guesses)
+                    _row(request, scripted, fmt, share, batch, drafts)
                     | _figures(pairs, stats, bound)
                     | governed(stats)
                     | _stamp(request)
@@ -210,37 +210,37 @@ def _bounds(request: ScriptedFlags, scripted: ScriptedSetup, batch: int, fmt: st
 
 
 def _row(
-    request: ScriptedFlags, scripted: ScriptedSetup, fmt: str, share: float, batch: int, guesses: ScriptedDrafts
+    request: ScriptedFlags, scripted: ScriptedSetup, fmt: str, share: float, batch: int, drafts: ScriptedDrafts
 ) -> dict[str, Any]:
     model = scripted.parts.model_config
     return {
         "bench": "speculation", "config": request.config, "layers": len(model.layers), "format": format_name(fmt),
-        "dense": request.dense, "algorithm": _ALGORITHMS[guesses.algorithm],
-        "acceptance": guesses.acceptance, "overlap": request.overlap,
-        "steps": guesses.most, "governor": guesses.governed, "batch": batch, "gpu_share": share,
-        "context": request.context, "tokens": request.tokens, "draft_ms": round(guesses.seconds * 1e3, 4),
+        "dense": request.dense, "algorithm": _ALGORITHMS[drafts.algorithm],
+        "acceptance": drafts.acceptance, "overlap": request.overlap,
+        "steps": drafts.most, "governor": drafts.governed, "batch": batch, "gpu_share": share,
+        "context": request.context, "tokens": request.tokens, "draft_ms": round(drafts.seconds * 1e3, 4),
     }  # fmt: skip
 
 
 def _figures(turns: Sequence[TimedPair], stats: SpeculationStats, bound: Bound) -> dict[str, Any]:
-    """share, plain_share: of the least time that reading the bytes once takes; width: guesses of a sequence in a step;
-    right: of them."""
-    width = stats.guesses / max(1, sum(stats.widths))
-    guessing, plain = [turn.guessing for turn in turns], [turn.plain for turn in turns]
+    """share, plain_share: of the least time that reading the bytes once takes; width: draft tokens of a sequence in a
+    step; right: of them."""
+    width = stats.draft_tokens / max(1, sum(stats.widths))
+    speculative, plain = [turn.speculative for turn in turns], [turn.plain for turn in turns]
 
     def median(values: Iterator[float], digits: int) -> float:
         return round(statistics.median(values), digits)
 
     return {
-        "tok_s": median((t.tok_s for t in guessing), 2),
+        "tok_s": median((t.tok_s for t in speculative), 2),
         "plain_tok_s": median((t.tok_s for t in plain), 2),
-        "ratio": median((t.guessing.tok_s / t.plain.tok_s for t in turns), 4),
-        "step_ms": median((t.step_seconds * 1e3 for t in guessing), 3),
+        "ratio": median((t.speculative.tok_s / t.plain.tok_s for t in turns), 4),
+        "step_ms": median((t.step_seconds * 1e3 for t in speculative), 3),
         "plain_step_ms": median((t.step_seconds * 1e3 for t in plain), 3),
-        "share": median((bound(t, 1.0 + width) / t.step_seconds for t in guessing), 4),
+        "share": median((bound(t, 1.0 + width) / t.step_seconds for t in speculative), 4),
         "plain_share": median((bound(t, 1.0) / t.step_seconds for t in plain), 4),
-        "width": round(width, 3), "right": round(stats.right_guesses / max(1, stats.guesses), 3),
-        "cpu_experts": round(statistics.median(t.cpu_experts or 0.0 for t in guessing), 1),
+        "width": round(width, 3), "right": round(stats.accepted_tokens / max(1, stats.draft_tokens), 3),
+        "cpu_experts": round(statistics.median(t.cpu_experts or 0.0 for t in speculative), 1),
         "plain_cpu_experts": round(statistics.median(t.cpu_experts or 0.0 for t in plain), 1),
     }  # fmt: skip
 
@@ -250,9 +250,9 @@ def _stamp(request: ScriptedFlags) -> dict[str, Any]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
-    ratios = Table(title="Decoding with guesses of next tokens, beside decoding without, in turn")
+    ratios = Table(title="Decoding with draft tokens, beside decoding without, in turn")
     for name in (
-        "config", "GPU share", "batch", "acceptance", "guesses", "a step", "tokens/s", "plain", "ratio", "share",
+        "config", "GPU share", "batch", "acceptance", "draft tokens", "a step", "tokens/s", "plain", "ratio", "share",
     ):  # fmt: skip
         ratios.add_column(name, justify="right")
     for r in rows:

@@ -1,4 +1,4 @@
-"""`TimedTurns`: the same answers with guesses and without, one after the other, on one model."""
+"""`TimedTurns`: the same answers with draft tokens and without, one after the other, on one model."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class ScriptedLoad(NamedTuple):
 
 
 class ScriptedDrafts(NamedTuple):
-    """algorithm: NEXTN where a draft layer does its work, whose guesses are replaced. acceptance: the share that is
-    right; most: of a sequence in a step; seconds: of each one that is drawn without a layer."""
+    """algorithm: NEXTN where a draft layer does its work, whose draft tokens are replaced. acceptance: the share that
+    is accepted; most: of a sequence in a step; seconds: of each one that is drawn without a layer."""
 
     algorithm: str
     acceptance: float
@@ -46,7 +46,7 @@ class Timed(NamedTuple):
 class TimedPair(NamedTuple):
     """One after the other."""
 
-    guessing: Timed
+    speculative: Timed
     plain: Timed
 
 
@@ -56,9 +56,9 @@ class TimedTurns:
         self._plain = self._engine(None)
         self.timed(self._plain)
 
-    def measure(self, guesses: ScriptedDrafts, repeats: int) -> tuple[list[TimedPair], SpeculationStats]:
+    def measure(self, drafts: ScriptedDrafts, repeats: int) -> tuple[list[TimedPair], SpeculationStats]:
         """And what the engine says of them."""
-        engine = self._engine(guesses)
+        engine = self._engine(drafts)
         for _ in range(2):
             self.timed(engine)  # it learns what steps take
         before, turns = _stats(engine), []
@@ -88,24 +88,24 @@ class TimedTurns:
         handoff = self._told.parts.handoff
         return None if handoff is None else handoff.used()[1]
 
-    def _engine(self, guesses: ScriptedDrafts | None) -> Engine:
+    def _engine(self, drafts: ScriptedDrafts | None) -> Engine:
         """With those graphs alone that its steps may need."""
         parts, load = self._told.parts, self._asked
         plan, vocab = parts.plan, parts.model_config.vocab
         if plan.gpu is not None:
-            most = load.batch * (1 + (guesses.most if guesses else 0))
+            most = load.batch * (1 + (drafts.most if drafts else 0))
             plan = replace(
                 plan, gpu=replace(plan.gpu, graph_sizes=_sizes(plan.gpu.graph_sizes, load.batch, most))
             )
-        if guesses is None:
+        if drafts is None:
             return Engine.from_parts(replace(parts, plan=replace(plan, speculation=None)))
-        plan = replace(plan, speculation=SpeculationPlan(guesses.algorithm, guesses.most, guesses.governed))
+        plan = replace(plan, speculation=SpeculationPlan(drafts.algorithm, drafts.most, drafts.governed))
         answers = {(str(i), 0): told_tokens(load.context, load.tokens, vocab) for i in range(load.batch)}
-        foretold = answers, guesses.acceptance, vocab
+        foretold = answers, drafts.acceptance, vocab
         drafter = (
             OracleDrafter(*foretold)
-            if guesses.algorithm in DRAFT_ALGORITHMS
-            else PricedDrafter(*foretold, guesses.seconds)
+            if drafts.algorithm in DRAFT_ALGORITHMS
+            else PricedDrafter(*foretold, drafts.seconds)
         )
         return Engine.from_parts(replace(parts, plan=plan, drafter=drafter))
 
@@ -123,11 +123,11 @@ def _stats(engine: Engine) -> SpeculationStats:
 
 
 def _since(now: SpeculationStats, before: SpeculationStats) -> SpeculationStats:
-    """Guesses, those that were right, and widths."""
+    """Draft tokens, those that were accepted, and widths."""
     return msgspec.structs.replace(
         now,
-        guesses=now.guesses - before.guesses,
-        right_guesses=now.right_guesses - before.right_guesses,
+        draft_tokens=now.draft_tokens - before.draft_tokens,
+        accepted_tokens=now.accepted_tokens - before.accepted_tokens,
         widths=[a - b for a, b in zip(now.widths, before.widths, strict=True)],
     )
 

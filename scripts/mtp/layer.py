@@ -1,4 +1,5 @@
-"""The draft layer as torch trains it: the same sums as `models/draft_layer.py`, with chains of guesses unrolled."""
+"""The draft layer as torch trains it: the same sums as `models/draft_layer.py`, with chains of draft tokens
+unrolled."""
 
 from __future__ import annotations
 
@@ -53,8 +54,9 @@ class Layer(nn.Module):
         self.shared_head = nn.ModuleDict({"norm": Norm(s.hidden, s.eps)})
 
     def chain(self, hidden: Tensor, embedded: Tensor, steps: int) -> list[Tensor]:
-        """hidden [B, T, H]: the model's at p; embedded: of the tokens at p + 1. Of each guess of a chain [B, T, H]: row
-        p of guess k reads the guess before it at p - 1, and keys of the model's hidden states up to p - k."""
+        """hidden [B, T, H]: the model's at p; embedded: of the tokens at p + 1. Of each draft token of a chain [B, T,
+        H]: row p of draft token k reads the draft token before it at p - 1, and keys of the model's hidden states up to
+        p - k."""
         keys, values, found = [], [], []
         for _ in range(steps):
             x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), -1))
@@ -87,7 +89,8 @@ class Layer(nn.Module):
         return angles.cos(), angles.sin()
 
     def _attend(self, q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-        """Guess k sees rows of the model's hidden states up to p - k, then one row of each guess of its chain."""
+        """Draft token k sees rows of the model's hidden states up to p - k, then one row of each draft token of its
+        chain."""
         b, _, t, dim = q.shape
         back = len(keys) - 1
         if not back:

@@ -124,7 +124,7 @@ def _nothing(shape: Any) -> dict[str, Tensor]:
 
 
 def write_draft(folder: Path, model: str, shape: Any, weights: dict[str, Tensor], ids: Tensor) -> None:
-    """Writes the directory that `--speculative-draft-model-path` reads. ids: tokens that are guessed, rising."""
+    """Writes the directory that `--speculative-draft-model-path` reads. ids: tokens that are drafted, rising."""
     from tandem.checkpoint import resolve_model
 
     said = json.loads((resolve_model(model) / "config.json").read_text(encoding="utf-8"))

@@ -32,7 +32,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """embedding [V, H], which is the head too; ids [v]: tokens that are guessed, rising."""
+    """embedding [V, H], which is the head too; ids [v]: tokens that are drafted, rising."""
 
     embedding: Tensor
     ids: Tensor
@@ -97,7 +97,7 @@ def train(
         optimizer.step()
         mean = first if step == 1 else 0.95 * mean + 0.05 * first
         if step % 20 == 0:
-            yield f"step {step}, {perf_counter() - started:.0f} s, chain {steps}, first guess's loss {mean:.3f}"
+            yield f"step {step}, {perf_counter() - started:.0f} s, chain {steps}, first token's loss {mean:.3f}"
 
 
 def _batches(texts: list[Text], seed: int) -> Iterator[list[Text]]:
@@ -117,7 +117,7 @@ def _batches(texts: list[Text], seed: int) -> Iterator[list[Text]]:
 
 
 def _loss(layer: Layer, said: Said, batch: list[Text], steps: int) -> tuple[Tensor, float]:
-    """Loss of all guesses; and that of the first ones. A part of the prompts' rows stands for all of them."""
+    """Loss of all draft tokens; and that of the first ones. A part of the prompts' rows stands for all of them."""
     total, first = torch.zeros(()), 0.0
     tokens, hidden, counted = padded(batch)
     likely, shares = said.of(batch, counted.shape[1])
@@ -135,7 +135,7 @@ def _loss(layer: Layer, said: Said, batch: list[Text], steps: int) -> tuple[Tens
 
 
 class Said:
-    """The model's output behind each row: its likeliest tokens among those that are guessed, and their shares; and the
+    """The model's output behind each row: its likeliest tokens among those that are drafted, and their shares; and the
     token that came. Computed once for each text."""
 
     def __init__(self, head: Head) -> None:
@@ -195,18 +195,18 @@ def padded(batch: list[Text]) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def acceptance(layer: Layer, head: Head, texts: list[Text], steps: int = 3) -> list[float]:
-    """Shares over answers: how often the first guess is right, the second where the first is, and so on."""
+    """Shares over answers: how often the first draft token is accepted, the second where the first is, and so on."""
     right = torch.zeros(steps + 1)
     for text in texts:
         hidden = text.hidden[None, :-1].float()
         with torch.autocast("cpu", torch.bfloat16):
             found = layer.chain(hidden, head.embedding[text.tokens[None, 1:-1]], steps)
-            guesses = [head.ids[(x[0] @ head.rows.T).argmax(-1)] for x in found]
-        # a chain that begins at row p: guess k is row p + k, and its token comes at p + k + 2
+            draft_tokens = [head.ids[(x[0] @ head.rows.T).argmax(-1)] for x in found]
+        # a chain that begins at row p: draft token k is row p + k, and its token comes at p + k + 2
         starts = torch.arange(max(text.prompt - 2, 0), len(text.tokens) - 2 - steps + 1)
         alive = torch.ones(len(starts), dtype=torch.bool)
         right[0] += len(starts)
-        for k, guess in enumerate(guesses):
-            alive &= guess[starts + k] == text.tokens[starts + k + 2]
+        for k, draft_token in enumerate(draft_tokens):
+            alive &= draft_token[starts + k] == text.tokens[starts + k + 2]
             right[k + 1] += alive.sum()
     return (right[1:] / right[:-1].clamp_min(1)).tolist()

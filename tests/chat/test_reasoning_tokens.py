@@ -31,7 +31,7 @@ def tokens_of(text: str, end: str = "") -> list[TokenOutput]:
 
 
 def in_groups(outputs: list[TokenOutput], chance: random.Random) -> list[TokenOutput]:
-    """As steps with guesses give them."""
+    """As steps with draft tokens give them."""
     made = []
     while outputs:
         count = chance.randint(1, 6)

@@ -96,7 +96,7 @@ def test_keys_and_values_of_samples_and_forecasts_are_cached_as_was_asked() -> N
     assert bits[0] == 2 * bits[1] and read[0] == pytest.approx(2 * read[1])
 
 
-def test_samples_guess_nothing() -> None:
+def test_samples_draft_nothing() -> None:
     """They have no draft layer, and a draft layer's graphs would be captured at their start."""
     asked = beside_a_gpu("glm-4.5-air", speculative_algorithm="NEXTN", kt_method="INT4")
     assert asked.plan().drafts and small_plan(asked).speculation is None

@@ -1,4 +1,4 @@
-"""`kt bench decode --speculative`: turns with guesses and without, and what a row says of them."""
+"""`kt bench decode --speculative`: turns with draft tokens and without, and what a row says of them."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def test_without_a_format_experts_are_as_they_are_stored(tiny_models, monkeypatc
 def test_a_line_says_what_the_governor_chose_and_believed() -> None:
     row = {"widths": [40, 0, 0, 9], "believed_ms": [20.0, 22.0, 25.0, 28.0], "believed_chances": [0.41, 0.3]}
     assert governed_text(row) == (
-        "widths chosen 0: 40, 3: 9; believed: a step 20.0 ms, with guesses 1.10, 1.25, 1.40 x; right 0.41, 0.30"
+        "widths chosen 0: 40, 3: 9; believed: a step 20.0 ms, with drafts 1.10, 1.25, 1.40 x; accepted 0.41, 0.30"
     )
     assert governed_text({"widths": [0, 5], "believed_ms": [], "believed_chances": []}) == "widths chosen 1: 5"
 
 
 def test_a_forced_acceptance_is_what_comes_out(tiny_models, tmp_path: Path, short_tasks, monkeypatch) -> None:
-    """All guesses right: with 3 guesses a step has 4 tokens; none right: one."""
+    """All accepted: with 3 draft tokens a step has 4 tokens; none: one."""
     seen = []
     ratios = bench_speculation._TimedAnswers.ratios
     monkeypatch.setattr(
@@ -76,13 +76,13 @@ def test_a_forced_acceptance_is_what_comes_out(tiny_models, tmp_path: Path, shor
         ("foretold", 0.0, False), ("foretold", 1.0, False),
     ]  # fmt: skip
     (_, never), (_, always) = seen
-    assert never.right_guesses == 0 < never.guesses
-    assert always.right_guesses == always.guesses
-    assert always.guess_step_tokens == 4 * always.guess_steps
+    assert never.accepted_tokens == 0 < never.draft_tokens
+    assert always.accepted_tokens == always.draft_tokens
+    assert always.draft_step_tokens == 4 * always.draft_steps
 
 
 def test_a_draft_layer_of_made_up_weights_does_its_work(tmp_path: Path, short_tasks, monkeypatch) -> None:
-    """Its guesses are replaced by right ones, and it has made as many."""
+    """Its draft tokens are replaced by accepted ones, and it has made as many."""
     monkeypatch.setitem(CONFIGS, "small", CONFIGS["glm-4.5-air"] | {
         "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "n_routed_experts": 8,
         "num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 64, "vocab_size": 300,
@@ -92,7 +92,7 @@ def test_a_draft_layer_of_made_up_weights_does_its_work(tmp_path: Path, short_ta
     line = "--speculative EAGLE --config small --layers 3 --no-governor --acceptance 1 --steps 33 --repeats 1"
     [row] = rows(tmp_path, *line.split(), "--threads", "1", "--speculative-num-steps", "3")
     assert (row["config"], row["algorithm"], row["acceptance"]) == ("small", "NEXTN, foretold", 1.0)
-    assert len(drawn) == 2 * 8 and all(len(guesses) == 3 for [guesses] in drawn)  # the first run warms up
+    assert len(drawn) == 2 * 8 and all(len(draft) == 3 for [draft] in drawn)  # the first run warms up
 
 
 def test_an_algorithm_that_is_not_there_is_refused(tmp_path: Path) -> None:

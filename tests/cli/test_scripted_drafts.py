@@ -1,4 +1,4 @@
-"""benchmarks/scripted_drafts: answers, routing and right guesses as they are scripted."""
+"""benchmarks/scripted_drafts: answers, routing and accepted draft tokens as they are scripted."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def rows(tmp_path: Path, line: str) -> list[dict[str, Any]]:
     common = "--speculative NGRAM --threads 1 --repeats 1 --context 40 --speculative-num-steps 3"
     done = CliRunner().invoke(command.app, [*common.split(), *line.split(), "--out", str(out)])
     assert done.exit_code == 0, done.output
-    assert ": weights\n" in done.stderr and "first steps without guesses\n" in done.stderr
+    assert ": weights\n" in done.stderr and "first steps without drafts\n" in done.stderr
     return json.loads(out.read_text())
 
 
@@ -127,7 +127,7 @@ def test_a_row_says_all_that_was_asked(small, tmp_path: Path, monkeypatch) -> No
 
 
 def test_answers_are_told_and_steps_are_fewer(small, tmp_path: Path, monkeypatch) -> None:
-    """All right: four tokens a step; none right: one, as without guesses."""
+    """All accepted: four tokens a step; none: one, as without drafts."""
     steps: dict[tuple[str, float], int] = {}
     answer: list[int] = []
     timed, step = told_turns.TimedTurns.timed, Engine.step
@@ -143,18 +143,18 @@ def test_answers_are_told_and_steps_are_fewer(small, tmp_path: Path, monkeypatch
         found = timed(self, engine)
         assert answer == told_tokens(40, 33, 300)
         said = engine.stats().speculation
-        right = 0.0 if said is None else said.right_guesses / max(1, said.guesses)
-        steps["plain" if said is None else "guessing", right] = engine.stats().steps - before
+        right = 0.0 if said is None else said.accepted_tokens / max(1, said.draft_tokens)
+        steps["plain" if said is None else "speculative", right] = engine.stats().steps - before
         return found
 
     monkeypatch.setattr(Engine, "step", watched)
     monkeypatch.setattr(told_turns.TimedTurns, "timed", counted)
     line = "--config small --layers 3 --overlap 0.25 --acceptance 0 --acceptance 1 --no-governor --fixed 3 --steps 33"
     rows(tmp_path, line + " --batch 1")
-    assert steps == {("plain", 0.0): 33, ("guessing", 0.0): 33, ("guessing", 1.0): 9}
+    assert steps == {("plain", 0.0): 33, ("speculative", 0.0): 33, ("speculative", 1.0): 9}
 
 
-def test_entries_of_several_tokens_take_guesses_too(small, tmp_path: Path) -> None:
+def test_entries_of_several_tokens_take_drafts_too(small, tmp_path: Path) -> None:
     """DeepSeek-V4's."""
     line = "--config small-v4 --layers 4 --format MXFP4 --dense-format fp8 --overlap 0.25 --acceptance 1 --no-governor"
     [row] = rows(tmp_path, line + " --fixed 2 --batch 1 --steps 13")
@@ -162,7 +162,7 @@ def test_entries_of_several_tokens_take_guesses_too(small, tmp_path: Path) -> No
 
 
 def test_a_block_s_layers_work_as_they_would(small, tmp_path: Path) -> None:
-    """And their guesses are replaced by right ones."""
+    """And their draft tokens are replaced by accepted ones."""
     line = "--speculative DSPARK --config small-block --layers 4 --overlap 0.25 --acceptance 1 --no-governor"
     [row] = rows(tmp_path, line + " --speculative-num-steps 5 --fixed 5 --batch 1 --steps 19")
     assert row["right"] == 1.0 and row["width"] > 3.5 and row["algorithm"] == "DSPARK, foretold"
@@ -187,7 +187,7 @@ def asked(**flags: Any) -> told_rows.ScriptedFlags:
     return told_rows.request(known | flags)
 
 
-def test_steps_are_planned_for_the_most_guesses_that_any_has(small, monkeypatch) -> None:
+def test_steps_are_planned_for_the_most_drafts_that_any_has(small, monkeypatch) -> None:
     """Graphs count what the CPU's experts do: a wider step would be counted as none."""
     planned: list[int] = []
 
@@ -221,13 +221,13 @@ def test_a_step_of_more_rows_than_a_graph_is_refused(
     told_rows.check_rows(asked(fixed=[3]), gpu.graph_sizes)
 
 
-def test_a_share_of_right_guesses_needs_guesses() -> None:
+def test_a_share_of_accepted_drafts_needs_drafts() -> None:
     done = CliRunner().invoke(app, "bench decode --acceptance 0.5".split())
     assert isinstance(done.exception, ConfigError)
     assert "--acceptance says nothing alone: give --speculative NGRAM, too" in str(done.exception)
 
 
-def test_a_draft_layer_guesses_three_tokens_if_nothing_is_said(small) -> None:
+def test_a_draft_layer_drafts_three_tokens_if_nothing_is_said(small) -> None:
     names = "NEXTN", "eagle", "dspark", "NGRAM"
     assert [asked(speculative=name, num_steps=None).most for name in names] == [3, 3, 5, 7]
 
@@ -248,7 +248,7 @@ def test_a_draft_layer_takes_its_own_time(small) -> None:
     assert asked(speculative="NEXTN").algorithm == "NEXTN" and asked(draft_ms=0.5).draft_seconds == 0.0005
 
 
-def test_a_guess_takes_the_time_that_is_said() -> None:
+def test_a_draft_takes_the_time_that_is_said() -> None:
     sequences = [cast(Any, SimpleNamespace(request_id=str(i), index=0, answer_len=2)) for i in range(2)]
     drafter = PricedDrafter({("0", 0): range(10), ("1", 0): range(20, 30)}, 1.0, 300, 0.01)
     started = perf_counter()

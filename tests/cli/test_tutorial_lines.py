@@ -127,17 +127,17 @@ def test_a_tutorial_s_line_answers(places, monkeypatch, line):
     answered(monkeypatch, line.format(**places))
 
 
-def test_the_flash_tutorial_s_guesses_change_no_answer(places, monkeypatch):
-    """Whatever the governor chooses, and with three guesses in every step."""
+def test_the_flash_tutorial_s_drafts_change_no_answer(places, monkeypatch):
+    """Whatever the governor chooses, and with three draft tokens in every step."""
     always = FLASH + SPECULATION + "--disable-speculative-governor"
     lines = [line.format(**places) for line in (FLASH, FLASH + SPECULATION, always)]
-    plain, governed, guessed = [answered(monkeypatch, line, tokens=24) for line in lines]
-    assert governed[0] == guessed[0] == plain[0]
-    assert plain[1] is None and governed[1].algorithm == "NEXTN" and guessed[1].widths[3] > 5
+    plain, governed, drafted = [answered(monkeypatch, line, tokens=24) for line in lines]
+    assert governed[0] == drafted[0] == plain[0]
+    assert plain[1] is None and governed[1].algorithm == "NEXTN" and drafted[1].widths[3] > 5
 
 
 def answered(monkeypatch: pytest.MonkeyPatch, line: str, tokens: int = 3) -> tuple[list[int], SpeculationStats | None]:
-    """By the engine that such a server starts, which says what it did with guesses."""
+    """By the engine that such a server starts, which says what it did with draft tokens."""
     monkeypatch.setattr(engine_process, "pin_main_thread", lambda cpu: None)  # this process has other tests to run
     loaded = engine_process.load_engine(EngineConfig.from_args([*shlex.split(line), "--device", "cpu"]))
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)

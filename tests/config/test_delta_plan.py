@@ -38,7 +38,7 @@ def test_it_runs_on_the_gpu_with_its_experts() -> None:
 
 
 def test_states_are_in_the_gpus_ledger() -> None:
-    """Three guesses need six more places for inputs: those of a step before are done again beside new ones."""
+    """Three draft tokens need six more places for inputs: those of a step before are done again beside new ones."""
     draft_tokens = {"speculative_algorithm": "NGRAM", "speculative_num_steps": 3}
     for flags, slot in (({}, SLOT), (draft_tokens, SLOT + 6 * 6 * (8192 + 2 * 32) * 2)):
         plan = planned(max_running_requests=4, **flags)

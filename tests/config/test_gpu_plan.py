@@ -181,7 +181,7 @@ def test_graph_sizes(flags: dict[str, object], sizes: tuple[int, ...]) -> None:
         ({"max_running_requests": 1, "disable_cuda_graph": True}, ()),
     ],
 )
-def test_graphs_have_rows_for_guesses(flags: dict[str, object], sizes: tuple[int, ...]) -> None:
+def test_graphs_have_rows_for_drafts(flags: dict[str, object], sizes: tuple[int, ...]) -> None:
     """And the GPU's memory has room for their logits."""
     plain, p = plan(with_gpu(), **flags), plan(with_gpu(), speculative_algorithm="NGRAM", **flags)
     assert p.gpu is not None and p.gpu.graph_sizes == sizes
@@ -232,8 +232,8 @@ def test_graphs_of_prompts_keep_what_lies_within_dense_layers() -> None:
 
 
 def test_graphs_of_prompts_that_bus_and_cpu_share_are_counted() -> None:
-    """Three of each layer where experts travel, one where none does, for every number of rows; each with its logits. A
-    ring that holds no layer has a graph for each part."""
+    """Three of each layer where experts are streamed, one where none are, for every number of rows; each with its
+    logits. A ring that holds no layer has a graph for each part."""
     own = {True: 48 * 3 + 1, False: 48 + 1}
     kept = {s: own[s] * GRAPH_BYTES + 48 * CHUNK_KERNELS * KERNEL_BYTES + 8 * 151936 * 4 for s in own}
     plain = prompt_graph_bytes(QWEN3, (2048,), False)
@@ -246,7 +246,7 @@ def test_graphs_of_prompts_that_bus_and_cpu_share_are_counted() -> None:
 
 
 def test_the_ledger_has_graphs_of_prompts_and_holds() -> None:
-    """Of a plan whose experts travel, and of one where all are on the GPU."""
+    """Of a plan whose experts are streamed, and of one where all are on the GPU."""
     for gpu_gib, streamed in ((32, True), (120, False)):
         p = qwen3(gpu_gib, positions=32768, kt_gpu_experts_ratio=0.2 if streamed else 1.0)
         assert p.gpu is not None and p.gpu.sizes.prompt_sizes and (p.gpu.sizes.ring_bytes > 0) == streamed
@@ -257,7 +257,7 @@ def test_the_ledger_has_graphs_of_prompts_and_holds() -> None:
 
 @pytest.mark.parametrize(("gpu_gib", "share"), [(32, 0.2), (120, 1.0)])
 def test_prompts_that_spare_multiprocessors_have_memory_of_their_own(gpu_gib: int, share: float) -> None:
-    """Where none of the experts travels, prompts that run alone have other graphs, too."""
+    """Where none of the experts is streamed, prompts that run alone have other graphs, too."""
     flags, streamed, parts = {"positions": 32768, "kt_gpu_experts_ratio": share}, share < 1, 8 if share < 1 else 0
     plain, p = (qwen3(gpu_gib, **flags, **more) for more in ({}, {"prefill_reserved_sms": 16}))
     assert plain.gpu is not None and p.gpu is not None and p.gpu.sizes.prompt_sizes == plain.gpu.sizes.prompt_sizes
@@ -436,7 +436,7 @@ def test_experts_that_the_gpu_kernels_do_not_read_stay_on_the_cpu() -> None:
     assert converted is not None and converted.sizes.experts == 30 * 32
 
 
-def test_experts_with_zero_points_are_on_the_gpu_and_travel() -> None:
+def test_experts_with_zero_points_are_on_the_gpu_and_streamed() -> None:
     p = stored_on_gpu(replace(INT4, zero_points=True), kt_gpu_experts_ratio=0.5)
     assert p.gpu is not None and p.gpu.sizes.experts > 0 and p.gpu.sizes.ring_bytes > 0
 
@@ -539,7 +539,7 @@ def test_the_ledgers_of_both_memories_are_the_sums_that_were_made() -> None:
     assert ram.place == "RAM" and ram.left_bytes > 0
 
 
-def test_experts_travel_for_long_prompts() -> None:
+def test_experts_are_streamed_for_long_prompts() -> None:
     """Where the CPU has some: steps are long, and a ring of the GPU's memory is theirs."""
     p = qwen3(24, kt_method="INT4", kt_gpu_experts_ratio=0.5)
     assert p.gpu is not None and p.gpu.stream_from is None
@@ -560,7 +560,7 @@ def test_experts_travel_for_long_prompts() -> None:
         ({"moe_intermediate_size": 764}, {}, "multiples of 8"),
     ],
 )
-def test_experts_stay_where_they_cannot_travel(
+def test_experts_stay_where_they_cannot_be_streamed(
     changes: dict[str, int], flags: dict[str, int], why: str
 ) -> None:
     roomy = replace(with_gpu(free=24 * GIB), available_memory=250 * GIB)
@@ -608,7 +608,7 @@ def test_nothing_is_said_where_all_experts_are_on_the_gpu() -> None:
     assert "streamed experts" not in [decision.name for decision in p.decisions]
 
 
-LATE = "--kt-max-deferred-experts-per-token"
+DEFERRED_FLAG = "--kt-max-deferred-experts-per-token"
 
 
 @pytest.mark.parametrize(
@@ -619,24 +619,24 @@ LATE = "--kt-max-deferred-experts-per-token"
         (with_gpu(), {"kt_num_gpu_experts": 4, "disable_cuda_graph": True}, "only decode steps that are CUDA graphs"),
     ],
 )
-def test_late_experts_that_change_nothing_say_so(machine_: Machine, flags: dict[str, object], why: str) -> None:
+def test_deferred_experts_that_change_nothing_say_so(machine_: Machine, flags: dict[str, object], why: str) -> None:
     p = plan(machine_, kt_max_deferred_experts_per_token=2, **flags)
-    (line,) = [line for line in p.notices if line.startswith(LATE)]
-    assert line.startswith(f"{LATE} 2 changes nothing: ") and why in line
+    (line,) = [line for line in p.notices if line.startswith(DEFERRED_FLAG)]
+    assert line.startswith(f"{DEFERRED_FLAG} 2 changes nothing: ") and why in line
     assert p.gpu is None or p.gpu.deferred == 0
 
 
-@pytest.mark.parametrize(("asked", "late"), [(2, 2), (1000, MODEL.moe.router.top_k)])
-def test_late_experts_are_announced_as_lossy(asked: int, late: int) -> None:
+@pytest.mark.parametrize(("asked", "deferred"), [(2, 2), (1000, MODEL.moe.router.top_k)])
+def test_deferred_experts_are_announced_as_lossy(asked: int, deferred: int) -> None:
     p = plan(with_gpu(), kt_max_deferred_experts_per_token=asked, kt_num_gpu_experts=4)
-    assert p.gpu is not None and p.gpu.deferred == late
-    assert "lossy" in reason(p, "late experts")
-    (line,) = [line for line in p.notices if line.startswith(LATE)]
-    assert f"is lossy: up to {late} of " in line
-    assert f"kt quality demo {LATE} {asked} --kt-gpu-experts-ratio 0.1" in line
+    assert p.gpu is not None and p.gpu.deferred == deferred
+    assert "lossy" in reason(p, "deferred experts")
+    (line,) = [line for line in p.notices if line.startswith(DEFERRED_FLAG)]
+    assert f"is lossy: up to {deferred} of " in line
+    assert f"kt quality demo {DEFERRED_FLAG} {asked} --kt-gpu-experts-ratio 0.1" in line
     usual = plan(with_gpu(), kt_num_gpu_experts=4)
     assert usual.gpu is not None and usual.gpu.deferred == 0
-    assert not any(LATE in line for line in usual.notices)
+    assert not any(DEFERRED_FLAG in line for line in usual.notices)
 
 
 def test_rows_of_wide_experts_have_room_on_large_gpus() -> None:

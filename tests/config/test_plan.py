@@ -383,7 +383,7 @@ def test_beside_a_gpu_the_deterministic_mode_takes_rows_one_by_one() -> None:
     ("flags", "why"),
     [
         ({"kt_enable_dynamic_expert_update": True}, "experts that move .* leave out one of the two"),
-        ({"kt_max_deferred_experts_per_token": 2}, "experts are late .* leave out one of the two"),
+        ({"kt_max_deferred_experts_per_token": 2}, "experts are deferred .* leave out one of the two"),
         (
             {"kt_int8_activations": True, "kt_method": "INT8", "kernel_tier": "amx"},
             "AMX rounds .* --kernel-tier avx512_bf16",

@@ -60,7 +60,7 @@ def test_what_windows_spare_holds_other_tokens() -> None:
 
 @pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
 def test_windows_hold_a_step_of_any_length(on_gpu: bool) -> None:
-    """Also where experts travel, whose steps are longer."""
+    """Also where experts are streamed, whose steps are longer."""
     plan = planned(on_gpu, max_running_requests=2, max_total_tokens=65536, kt_num_gpu_experts=1 if on_gpu else None)
     layout = MODEL.state_layout(plan.dtype, plan.page_size, plan.draft_tokens)
     assert layout.window_pages(2, plan.max_step_tokens) <= plan.num_window_pages < plan.num_pages

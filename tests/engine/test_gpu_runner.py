@@ -97,8 +97,8 @@ def test_a_batch_says_how_many_rows_decode(lengths: tuple[int, ...], single: int
     assert made.query_starts.diff()[:single].eq(1).all()
 
 
-def test_rows_of_guesses_are_sequences_of_one_row() -> None:
-    """Each sees what is before it in its own sequence, as rows that decode do; a step without guesses is as ever."""
+def test_rows_of_drafts_are_sequences_of_one_row() -> None:
+    """Each sees what is before it in its own sequence, as rows that decode do; a step without drafts is as ever."""
     two = [chunk(17, 1), chunk(30, 4)._replace(logits=4, draft_tokens=(5, 6, 7))]
     two[0].sequence.slot, two[1].sequence.slot = 3, 9
     two[1].sequence.tokens = two[1].sequence.tokens[:31]
@@ -143,7 +143,7 @@ def test_rows_lie_where_their_pages_are(first: int, count: int) -> None:
     assert np.array_equal(np.atleast_1d(slots_of(table, first, count, 16)), wanted)
 
 
-def test_a_row_s_mask_is_known_once_the_guess_before_it_has_come() -> None:
+def test_a_row_s_mask_is_known_once_the_draft_before_it_is_accepted() -> None:
     masks = [bits_of({i}, VOCAB) for i in range(2)]
     two = [chunk(17, 1), chunk(30, 3)._replace(logits=3, draft_tokens=(5, 6))]
     for each, mask in zip(two, masks, strict=True):
@@ -160,7 +160,7 @@ def test_a_row_s_mask_is_known_once_the_guess_before_it_has_come() -> None:
     assert _masks(two) == ()
 
 
-def test_experts_move_after_wrong_guesses_are_no_longer_counted() -> None:
+def test_experts_move_after_rejected_drafts_are_no_longer_counted() -> None:
     calls: list[tuple[str, int]] = []
     runner = runner_on("cpu")
     runner._rows, runner._handoff = (

@@ -410,7 +410,7 @@ def test_a_mask_is_made_when_it_is_asked_for_unless_the_answer_may_have_ended(mo
 
 
 def test_masks_follow_the_answer(model) -> None:
-    """Also those of rows of guesses: each is taken before the next mask is asked for."""
+    """Also those of rows of draft tokens: each is taken before the next mask is asked for."""
     matcher = GrammarMatcher(compiled_for(model, Grammar("regex", "ab[0-9]")), SamplingSettings())
     wanted = [{ord("a"), 258 + PIECES.index("ab")}, {ord("b")}, {*b"0123456789"}]
     for token, expected in zip(b"ab7", wanted, strict=True):

@@ -62,7 +62,7 @@ arrivals = st.lists(
 def test_random_traffic(
     arrivals, num_pages, max_running, max_step_tokens, radix_cache, page_size, acceptance
 ) -> None:
-    """acceptance: of guesses of what each answer is when it runs alone; None: nothing is guessed."""
+    """acceptance: of draft tokens of what each answer is when it runs alone; None: nothing is drafted."""
     known = [
         run(fake_engine(), request("alone", prompt, **wanted(max_tokens, n, wish)))
         for _, prompt, max_tokens, n, _, wish in arrivals
@@ -216,7 +216,7 @@ def test_prompts_take_a_bounded_time_of_steps_that_others_wait_for() -> None:
     assert pace.step_tokens(decoding=1) == 1 + 32
 
 
-def test_a_step_in_which_experts_travel_takes_as_long_for_any_rows() -> None:
+def test_a_step_in_which_experts_are_streamed_takes_as_long_for_any_rows() -> None:
     """What a long step alone shows says nothing about short ones, whose experts the CPU computes."""
     pace = PrefillPace(8192, streams=True)
     pace.observe(tokens=8192, seconds=0.3, shared=False)

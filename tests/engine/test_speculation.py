@@ -1,4 +1,4 @@
-"""Several tokens a step: guesses decide what is computed, never what is answered."""
+"""Several tokens a step: draft tokens decide what is computed, never what is answered."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_made_up_drafter_is_right_as_often_as_wished() -> None:
         assert least <= sum(token == 7 for token in draft.tokens) <= most
 
 
-def test_right_guesses_save_steps_and_wrong_ones_cost_none() -> None:
+def test_accepted_drafts_save_steps_and_rejected_ones_cost_none() -> None:
     ask = request("a", PROMPT, max_tokens=40, ignore_eos=True)
     plain = fake_engine()
     expected = run(plain, ask)
@@ -82,7 +82,7 @@ def test_what_a_step_brings_is_one_output() -> None:
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.5, 1.0])
 def test_the_prefix_tree_holds_accepted_tokens_only(acceptance: float) -> None:
-    """A follow-up finds what a plain run would have left, and no page of a guess that was wrong."""
+    """A follow-up finds what a plain run would have left, and no page of a rejected draft token."""
     ask = request("a", PROMPT, max_tokens=21, ignore_eos=True)
     plain = fake_engine()
     answer = token_ids(run(plain, ask)["a", 0])
@@ -97,8 +97,8 @@ def trie(engine: Engine) -> list[tuple[int, ...]]:
     return [node.key for node in engine._kv._tree._node_of_page.values()]
 
 
-def test_nobody_loses_a_page_for_a_guess() -> None:
-    """Both answers fit the cache exactly; guesses would need more, and are not made then."""
+def test_nobody_loses_a_page_for_a_draft() -> None:
+    """Both answers fit the cache exactly; draft tokens would need more, and are not made then."""
     asks = [request(name, PROMPT, max_tokens=17, ignore_eos=True) for name in "ab"]  # 24 tokens: 6 pages each
     plain = {key: token_ids(outputs) for key, outputs in run(fake_engine(), *asks).items()}
     engine = foretold_engine(plain, 0.0, num_pages=12, most=8, radix_cache=False)
@@ -114,11 +114,11 @@ def test_preempted_sequences_answer_the_same(acceptance: float) -> None:
     plain = {key: token_ids(outputs) for key, outputs in run(fake_engine(), *asks).items()}
     engine = foretold_engine(plain, acceptance, num_pages=12)
     assert {key: token_ids(outputs) for key, outputs in run(engine, *asks).items()} == plain
-    assert engine.stats().preemptions > 0 and engine.stats().speculation.guesses > 0
+    assert engine.stats().preemptions > 0 and engine.stats().speculation.draft_tokens > 0
     check_pages(engine)
 
 
-def test_rows_of_guesses_are_limited_together() -> None:
+def test_rows_of_drafts_are_limited_together() -> None:
     asks = [request(str(i), [i + 2, 3], max_tokens=20, ignore_eos=True) for i in range(6)]
     plain = {key: token_ids(outputs) for key, outputs in run(fake_engine(), *asks).items()}
     model = FakeModel()
@@ -138,7 +138,7 @@ def test_rows_of_guesses_are_limited_together() -> None:
     assert most == 16 and seen == plain
 
 
-def test_a_prompt_s_step_has_no_guesses() -> None:
+def test_a_prompt_s_step_has_no_drafts() -> None:
     answer = {("a", 0): token_ids(run(fake_engine(), request("a", PROMPT, max_tokens=60, ignore_eos=True))["a", 0])}
     engine = foretold_engine(answer, 1.0, max_step_tokens=8)
     engine.add(request("a", PROMPT, max_tokens=60, ignore_eos=True))
@@ -161,11 +161,11 @@ def test_one_seed_gives_one_answer_at_any_width_in_any_batch() -> None:
         engine, got = foretold_engine(plain, acceptance, most=width), {}
         for first in range(0, 4, together):
             got |= run(engine, *asks[first : first + together])
-        assert scores(got) == scores(expected) and engine.stats().speculation.guesses > 0
+        assert scores(got) == scores(expected) and engine.stats().speculation.draft_tokens > 0
 
 
 class Likeliest:
-    """Guesses what is most probable, whatever is drawn."""
+    """Drafts what is most probable, whatever is drawn."""
 
     def propose(self, sequence, most: int) -> Draft:
         tokens = list(sequence.tokens)
@@ -177,7 +177,7 @@ class Likeliest:
         pass
 
 
-def test_draws_follow_the_distribution_whatever_was_guessed() -> None:
+def test_draws_follow_the_distribution_whatever_was_drafted() -> None:
     """Chi-square of three tokens out of four likeliest each, 4,000 answers: 64 kinds, of which rare ones count
     together. The 0.9999 quantile with 63 degrees of freedom is 114; fewer kinds have a lower one."""
     asks = [request(str(i), [5, 6], max_tokens=3, temperature=1.0, top_k=4, seed=i, ignore_eos=True)
@@ -186,7 +186,7 @@ def test_draws_follow_the_distribution_whatever_was_guessed() -> None:
     engine = fake_engine(drafter=Likeliest(), speculation=wanted, max_running_requests=16, max_step_tokens=64)
     counts = Counter(tuple(token_ids(outputs)) for outputs in run(engine, *asks).values())
     said, chances = engine.stats().speculation, chances_of([5, 6], 3)
-    assert 0.2 * said.guesses < said.right_guesses < 0.8 * said.guesses
+    assert 0.2 * said.draft_tokens < said.accepted_tokens < 0.8 * said.draft_tokens
     assert set(counts) <= set(chances)
     common = [kind for kind in chances if chances[kind] * len(asks) >= 5]
     cells = [(counts[kind], chances[kind] * len(asks)) for kind in common]
@@ -208,8 +208,8 @@ def chances_of(tokens: list[int], more: int) -> dict[tuple[int, ...], float]:
     return found
 
 
-def test_nothing_comes_behind_an_end_that_was_guessed() -> None:
-    """End tokens, stop tokens and the limit lie inside a step whose other guesses are right, too."""
+def test_nothing_comes_behind_an_end_that_was_drafted() -> None:
+    """End tokens, stop tokens and the limit lie inside a step whose other draft tokens are accepted, too."""
     wishes = {"eos": {"logit_bias": {EOS: 5.0}}, "stop": {"stop_token_ids": tuple(range(20, 30))}, "limit": {}}
     asks = [request(f"{wish}{i}", [i + 2, 3], max_tokens=23, temperature=1.0, seed=i, **more)
             for wish, more in wishes.items() for i in range(8)]  # fmt: skip
@@ -234,7 +234,7 @@ def trie_of(answers: dict, asks: list) -> set[tuple[int, ...]]:
 
 
 class FailingTurns(FakeModel):
-    """Its logits of a guessed row are no numbers."""
+    """Its logits of a draft token's row are no numbers."""
 
     def forward(self, batch, kv):
         logits = super().forward(batch, kv)
@@ -243,7 +243,7 @@ class FailingTurns(FakeModel):
         return logits
 
 
-def test_bad_logits_of_a_guess_end_the_answer_where_they_would_have() -> None:
+def test_bad_logits_of_a_draft_end_the_answer_where_they_would_have() -> None:
     ask = request("a", PROMPT, max_tokens=30, ignore_eos=True)
     plain = token_ids(run(fake_engine(), ask)["a", 0])
     parts = EngineParts(
@@ -288,8 +288,8 @@ def test_a_failing_choice_fails_only_those_that_wait_for_it(monkeypatch) -> None
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.5, 1.0])
-def test_wrong_guesses_count_nowhere(tiny_models, tmp_path: Path, acceptance: float) -> None:
-    """Counts and records of experts are those of a run without guesses, token by token."""
+def test_rejected_drafts_count_nowhere(tiny_models, tmp_path: Path, acceptance: float) -> None:
+    """Counts and records of experts are those of a run without drafts, token by token."""
     path = tiny_models["qwen3_moe"]
     records, stats = [], []
     answers: dict[tuple[str, int], list[int]] = {}
@@ -306,16 +306,16 @@ def test_wrong_guesses_count_nowhere(tiny_models, tmp_path: Path, acceptance: fl
         assert {key: token_ids(outputs) for key, outputs in got.items()} == answers
         records.append(read_usage(Path(engine.record_experts("dump").result(60).file)))
         stats.append(engine.stats())
-    plain, guessed = records
-    assert sorted(rows_of(plain)) == sorted(rows_of(guessed))
-    assert guessed.tokens == plain.tokens
-    assert (guessed.counts.sum(0) == plain.counts.sum(0)).all()
+    plain, drafted = records
+    assert sorted(rows_of(plain)) == sorted(rows_of(drafted))
+    assert drafted.tokens == plain.tokens
+    assert (drafted.counts.sum(0) == plain.counts.sum(0)).all()
     assert stats[0].experts.cpu_tokens == stats[1].experts.cpu_tokens
-    assert (stats[1].speculation.guesses > 0) and stats[1].steps <= stats[0].steps
+    assert (stats[1].speculation.draft_tokens > 0) and stats[1].steps <= stats[0].steps
 
 
 def test_a_step_s_distinct_experts_are_read_once(tiny_models, tmp_path: Path) -> None:
-    """Bytes of a step with guesses are those of the union of what its rows have chosen, layer by layer."""
+    """Bytes of a step with drafts are those of the union of what its rows have chosen, layer by layer."""
     engine = tiny_engine(tiny_models["qwen3_moe"], tmp_path, expert_distribution_recorder_mode="per_token",
                          speculative_algorithm="NGRAM")  # fmt: skip
     prompts = {"a": [7, 8, 9], "b": [40] * 6}
@@ -340,7 +340,7 @@ def test_a_step_s_distinct_experts_are_read_once(tiny_models, tmp_path: Path) ->
     union = [sum(len({int(e) for ids in step for e in ids[layer]}) for step in steps) for layer in layers]
     rows = [sum(len(ids[layer]) for step in steps for ids in step) for layer in layers]
     read = [after - early for after, early in zip(engine.stats().experts.cpu_bytes, before, strict=True)]
-    assert engine.stats().speculation.right_guesses > 8
+    assert engine.stats().speculation.accepted_tokens > 8
     each = engine._runner._usage.expert_bytes.tolist()
     assert read == [count * nbytes for count, nbytes in zip(union, each, strict=True)]
     assert 2 * sum(union) < sum(rows)
@@ -368,7 +368,8 @@ FAMILIES = (
 
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_every_family_answers_the_same_bits(tiny_models, tmp_path: Path, variant: str) -> None:
-    """Windows, latents, indexers, sinks, delta nets; answers longer than the windows. Half the guesses are right."""
+    """Windows, latents, indexers, sinks, delta nets; answers longer than the windows. Half the draft tokens are
+    accepted."""
     engine = tiny_engine(
         tiny_models[variant], tmp_path, speculative_algorithm="NGRAM", kernel_tier=INVARIANT_TIER,
         disable_speculative_governor=True,
@@ -384,7 +385,7 @@ def test_every_family_answers_the_same_bits(tiny_models, tmp_path: Path, variant
     for drafter in (None, foretold):
         speculative = Engine.from_parts(replace(parts, drafter=drafter))
         assert scores(run(speculative, *asks)) == scores(plain)
-        assert speculative.stats().speculation.guesses > 0 or drafter is None
+        assert speculative.stats().speculation.draft_tokens > 0 or drafter is None
 
 
 @pytest.mark.parametrize(
@@ -414,7 +415,7 @@ def test_what_lies_in_slots_is_taken_back(tiny_models, tmp_path: Path, variant: 
         told.append(scores(got))
         preempted.append(engine.stats().preemptions)
         found.append(engine.stats().cached_tokens)
-        assert not speculative or engine.stats().speculation.guesses > 0
+        assert not speculative or engine.stats().speculation.draft_tokens > 0
     assert told[1] == told[0] and told[2] == told[0]
     assert preempted[:2] == [0, 0] and preempted[2] > 0 and found[1] >= 3 * 24
 
@@ -442,8 +443,8 @@ def test_rows_that_are_sequences_of_their_own_answer_the_same(
     )
     speculative._runner._arrays = apart
     assert scores(run(speculative, *asks)) == scores(expected)
-    assert speculative.stats().speculation.guesses > 0
-    assert [2 * n for n in counted] == speculative.stats().experts.cpu_tokens  # both runs, and no wrong guess
+    assert speculative.stats().speculation.draft_tokens > 0
+    assert [2 * n for n in counted] == speculative.stats().experts.cpu_tokens  # both runs, no rejected draft token
 
 
 def scores(answers: dict) -> dict:
@@ -517,7 +518,7 @@ def test_the_demo_model_answers_the_same_bits(parts, plain, wish: str, way: str)
     assert told(got) == told(expected)
     stats = engine.stats()
     if drafter is not None:
-        assert 0 < stats.speculation.right_guesses < stats.speculation.guesses
+        assert 0 < stats.speculation.accepted_tokens < stats.speculation.draft_tokens
 
 
 def test_recorded_steps_do_not_depend_on_whose_their_rows_are(parts) -> None:
@@ -543,6 +544,6 @@ def test_stats_say_what_was_gained(parts) -> None:
         engine.step()
     said = engine.stats().speculation
     assert (said.algorithm, said.governed, said.most) == ("NGRAM", False, 7)
-    assert 0 < said.right_guesses <= said.guesses
-    assert sum(said.widths) == said.steps and sum(i * n for i, n in enumerate(said.widths)) == said.guesses
-    assert said.guess_step_tokens == said.right_guesses + said.guess_steps
+    assert 0 < said.accepted_tokens <= said.draft_tokens
+    assert sum(said.widths) == said.steps and sum(i * n for i, n in enumerate(said.widths)) == said.draft_tokens
+    assert said.draft_step_tokens == said.accepted_tokens + said.draft_steps

@@ -110,7 +110,7 @@ def test_preempted_sequences_go_on_with_the_same_answer() -> None:
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.5, 1.0])
-def test_guesses_are_taken_back(acceptance: float) -> None:
+def test_rejected_drafts_are_taken_back(acceptance: float) -> None:
     prompts = {str(i): prompt_of(20 + 40 * i, i) for i in range(3)}
     wanted = {name: greedy_reference(each, 100) for name, each in prompts.items()}
     drafter = OracleDrafter({(name, 0): each for name, each in wanted.items()}, acceptance, 64)

@@ -1,5 +1,5 @@
-"""Late experts against their definition in float64: which pairs are late, a stack of layers, whole models, and the
-hand-off of graphs with the kernels played by a thread."""
+"""Deferred experts against their definition in float64: which pairs are deferred, a stack of layers, whole models, and
+the hand-off of graphs with the kernels played by a thread."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tiny import VOCAB, file_tensors
 EXPERTS, HIDDEN, WIDTH, TOKENS = 7, 24, 16, 5
 
 
-def late_by_hand(weights: list[float], slots: list[int], kept: int, routed: int) -> list[bool]:
+def deferred_by_hand(weights: list[float], slots: list[int], kept: int, routed: int) -> list[bool]:
     """Whoever has `kept` stronger ones before it, one pair after the other."""
     found = []
     for k, weight in enumerate(weights):
@@ -56,10 +56,10 @@ def test_the_weakest_in_cpu_memory_are_late(most: int, shared: int) -> None:
     weights = torch.randint(3, (200, routed + shared), generator=generator).float()
     slots = torch.randint(-1, 2, weights.shape, generator=generator, dtype=torch.int32)
     ids = torch.arange(routed + shared, dtype=torch.int32).expand(weights.shape)
-    late = Deferral(routed - most, routed).late_mask(Routing(ids, weights, slots))
+    deferred = Deferral(routed - most, routed).deferred_mask(Routing(ids, weights, slots))
     rows = zip(weights.tolist(), slots.tolist(), strict=True)
-    assert late.tolist() == [late_by_hand(*row, routed - most, routed) for row in rows]
-    assert late.sum(1).max() == most
+    assert deferred.tolist() == [deferred_by_hand(*row, routed - most, routed) for row in rows]
+    assert deferred.sum(1).max() == most
 
 
 def test_who_defers() -> None:
@@ -83,10 +83,10 @@ def layer_by_hand(
     total, owed = torch.zeros_like(x), torch.zeros_like(x)
     for t in range(len(x)):
         weights = routing.weights[t].double()
-        late = late_by_hand(weights.tolist(), [-1] * len(weights), kept, len(weights))
+        deferred = deferred_by_hand(weights.tolist(), [-1] * len(weights), kept, len(weights))
         for k, expert in enumerate(routing.ids[t].tolist()):
             y = weights[k] * silu_mlp(x[t], *matrices[expert])
-            (owed if late[k] else total)[t] += y
+            (owed if deferred[k] else total)[t] += y
     return total if due is None else total + due, owed
 
 
@@ -108,7 +108,7 @@ def test_layers_one_after_the_other_add_what_is_late() -> None:
     assert due.sum is None and owed is not None and owed.eq(0).all()
 
 
-def with_late_experts(session: Session, most: int) -> Session:
+def with_deferred_experts(session: Session, most: int) -> Session:
     """As `kt quality` does it, all experts in CPU memory."""
     layers, due = [layer.moe for layer in session.model.layers if layer.moe is not None], DeferredSum()
     top_k = session.config.moe.router.top_k
@@ -160,9 +160,9 @@ VARIANTS = ["qwen3_moe", "qwen3_moe-gpu"]  # the second has a dense layer betwee
 @pytest.mark.parametrize("most", [1, 3])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_models_equal_the_definition(tiny_models: Any, variant: str, most: int, ops: Ops) -> None:
-    """The tolerance is the one of models without late experts (`test_models.py`)."""
+    """The tolerance is the one of models without deferred experts (`test_models.py`)."""
     path = tiny_models[variant]
-    session = with_late_experts(Session(path, ops=ops), most)
+    session = with_deferred_experts(Session(path, ops=ops), most)
     got = [session.step([(s, prompt)])[0] for s, prompt in enumerate(prompts())]
     expected, plain = exact_logits(path, most), exact_logits(path, 0)
     for ours, exact, usual in zip(got, expected, plain, strict=True):
@@ -244,7 +244,7 @@ def first_step(model: Any, rows: int) -> tuple[ForwardBatch, Any]:
 
 def plainly(path: Path, most: int, rows: int, dtype: str) -> Tensor:
     """`DeferredExperts` in plain torch."""
-    session = with_late_experts(Session(path, dtype), most) if most else Session(path, dtype)
+    session = with_deferred_experts(Session(path, dtype), most) if most else Session(path, dtype)
     batch, _ = first_step(session.model, rows)
     states = allocate(session.config.state_layout(dtype, 16), rows).arrays
     with torch.inference_mode():
@@ -289,7 +289,7 @@ def play(handoff: Handoff, posts: int, step: Callable[[], Tensor]) -> Tensor:
 @pytest.mark.parametrize("steps", [1, 3])  # three layers: the second step begins with the other half's number
 @pytest.mark.parametrize(("most", "rows"), [(0, 2), (1, 1), (2, 4), (3, 4)])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_graphs_add_late_experts_as_the_definition_says(
+def test_graphs_add_deferred_experts_as_the_definition_says(
     tiny_models: Any, variant: str, most: int, rows: int, steps: int
 ) -> None:
     """The tolerance is what bfloat16 costs plain torch, half as much again, since rounding points differ."""

@@ -1,4 +1,4 @@
-"""`StreamRates`: what travels to the GPU in a step, from what both ways take."""
+"""`StreamRates`: what is streamed to the GPU in a step, from what both ways take."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_one_wild_measurement_changes_little() -> None:
 
 @pytest.mark.parametrize("in_graphs", [False, True])
 def test_a_cpu_that_was_left_out_is_tried_again(in_graphs: bool) -> None:
-    """After slow steps all experts travel. What made it slow may have passed."""
+    """After slow steps all experts are streamed. What made it slow may have passed."""
     rates = StreamRates(**H100)
     before = rates.share(512, in_graphs)
     while rates.share(512, in_graphs) < 1.0:
@@ -73,7 +73,7 @@ def test_a_cpu_that_was_left_out_is_tried_again(in_graphs: bool) -> None:
     assert rates.cpu_seconds(2048) == StreamRates(**H100).cpu_seconds(2048)
 
 
-def test_large_experts_travel_in_few_parts() -> None:
+def test_large_experts_are_streamed_in_few_parts() -> None:
     """The host gives kernels part by part, and only then does the CPU begin."""
     small, large, huge = ring_of(2654208, 200), ring_of(45416448, 14), ring_of(1 << 30, 1)
     assert (small.parts, small.experts) == (6, 50) and (large.parts, large.experts) == (2, 8)
@@ -86,7 +86,7 @@ def test_large_experts_travel_in_few_parts() -> None:
 
 
 def test_where_layers_are_graphs_the_cpu_gets_more() -> None:
-    """And the split pays from fewer rows on; of very many rows all travel, as elsewhere."""
+    """And the split pays from fewer rows on; of very many rows all are streamed, as elsewhere."""
     rates = StreamRates(**H100)
     assert 0 < rates.share(512, in_graphs=True) < rates.share(512) < 1
     assert rates.share(128, in_graphs=True) > 0 and rates.share(128) == 0.0

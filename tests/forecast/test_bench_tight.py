@@ -33,7 +33,8 @@ def question(case: tight.TightCase) -> PlanQuestion:
 
 @pytest.mark.parametrize("case", tight.CASES[:2], ids=lambda case: case.name)
 def test_its_plans_are_tight_and_fit_its_machine(case: tight.TightCase) -> None:
-    """Something is given up for room, little is left, and experts travel; the CPU's part is made up in seconds."""
+    """Something is given up for room, little is left, and experts are streamed; the CPU's part is made up in
+    seconds."""
     plan = question(case).plan()
     assert plan.gpu is not None and plan.gpu.embedding_in_ram and plan.gpu.sizes.ring_bytes
     vram, ram = plan.ledgers

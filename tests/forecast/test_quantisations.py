@@ -28,7 +28,7 @@ def test_types_are_weighed_by_their_weights() -> None:
     assert known_kl(question(("q2_k", 0.5), ("f16", 0.5))) == pytest.approx(kl["Q2_K"] / 2)
 
 
-def test_a_type_that_was_not_measured_is_not_guessed() -> None:
+def test_a_type_that_was_not_measured_is_not_estimated() -> None:
     assert known_kl(question(("q4_k", 0.9), ("a new type", 0.1))) is None
     assert known_kl(question()) is None
 

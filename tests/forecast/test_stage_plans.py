@@ -168,7 +168,7 @@ def test_experts_that_were_asked_for_and_do_not_fit_are_refused() -> None:
         asked.plan()
 
 
-def test_experts_travel_to_every_stage_where_that_is_asked_for() -> None:
+def test_experts_are_streamed_to_every_stage_where_that_is_asked_for() -> None:
     """Each GPU has room for a ring and for long steps."""
     plain, asked = (
         question(NEXT, "24GB,12GB", pp=2, kt_gpu_prefill_token_threshold=least) for least in (None, 512)

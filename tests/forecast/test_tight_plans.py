@@ -252,7 +252,7 @@ def workspace(question: PlanQuestion, plan: Plan) -> int:
 
 
 def test_rows_are_counted_for_the_steps_that_a_plan_takes() -> None:
-    """8192 tokens where experts travel, 2048 where they do not, and chunks that are given or taken for room."""
+    """8192 tokens where experts are streamed, 2048 where they are not, and chunks that are given or taken for room."""
     question, each = asked("qwen3-30b-a3b", WORKSTATION, kt_method="INT4"), 8 * pair_bytes(2048, 768)
     changes: dict[int, dict[str, Any]] = {
         8192: {}, 2048: {"kt_gpu_prefill_token_threshold": 0}, 1024: {"chunked_prefill_size": 1024},

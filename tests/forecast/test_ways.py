@@ -202,7 +202,7 @@ def test_a_way_that_did_not_start_is_not_tried_again() -> None:
 
 
 def test_sums_that_were_not_measured_count_twice() -> None:
-    """So a way whose sums are guessed is chosen where it is better by more than the guess may be wrong."""
+    """So a way whose sums are estimated is chosen where it is better by more than the estimate may be wrong."""
     for gpus, times in (("2x4090", 2), ("2xh200", 1)):
         asked = question(AIR, gpus)
         planned = WayQuestion(asked.config, asked.model, asked.machine, asked.stored).planned(Way(ranks=2))

@@ -36,7 +36,7 @@ def parts(path):
 
 
 def llm(path, drafter: Drafter | None = None, **plan) -> LLM:
-    """Without guesses, unless `speculation` is named."""
+    """Without drafts, unless `speculation` is named."""
     loaded = parts(path)
     changed = replace(loaded.plan, **{"speculation": None} | plan)
     return LLM.from_engine(Engine.from_parts(replace(loaded, plan=changed, drafter=drafter)))
@@ -78,7 +78,7 @@ def test_greedy_text_equals_transformers(foreign_models, model_type):
 
 
 @pytest.mark.parametrize("model_type", PAGED)
-def test_guesses_change_nothing(foreign_models, model_type):
+def test_drafts_change_nothing(foreign_models, model_type):
     """Half of them are right. Their rows run through the same modules, several of a sequence at a time."""
     path = foreign_models[model_type]
     expected = greedy_text(path)
@@ -87,7 +87,7 @@ def test_guesses_change_nothing(foreign_models, model_type):
     model = llm(path, OracleDrafter(answers, 0.5, VOCAB), speculation=wanted)
     assert tokens_of(model.generate(questions(), GREEDY, progress=False)) == expected
     said = model.engine.stats().speculation
-    assert 0 < said.right_guesses < said.guesses
+    assert 0 < said.accepted_tokens < said.draft_tokens
 
 
 @pytest.mark.parametrize("model_type", ALONE)

@@ -1,7 +1,7 @@
-"""Late experts in CUDA graphs, against `DeferredExperts` on the CPU with the same placement.
+"""Deferred experts in CUDA graphs, against `DeferredExperts` on the CPU with the same placement.
 
-Prompts defer nothing, decode steps do. The tolerance is twice the error that bfloat16 has on the CPU with the same late
-experts. It is the middle row's: in bfloat16 some rows choose another expert, and are far off.
+Prompts defer nothing, decode steps do. The tolerance is twice the error that bfloat16 has on the CPU with the same
+deferred experts. It is the middle row's: in bfloat16 some rows choose another expert, and are far off.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.gpu, needs_cuda]
 
 
 def on_the_cpu(path: Any, dtype: str, most: int, placement: ExpertPlacement) -> Tensor:
-    """[ROWS, PROMPT + DECODED, vocab]: prompts as usual, then a token at a time with late experts."""
+    """[ROWS, PROMPT + DECODED, vocab]: prompts as usual, then a token at a time with deferred experts."""
     config = load_config(path)
     fmt = "f32" if dtype == "float32" else "bf16"
     made = replace(plan(0.0, (), 0), dtype=dtype, expert_format=fmt, gpu=None)
@@ -57,7 +57,7 @@ def make_late(model: Any, most: int, placement: ExpertPlacement) -> None:
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5])
 @pytest.mark.parametrize("most", [1, 2])
 @pytest.mark.parametrize("variant", ["qwen3_moe", "qwen3_moe-gpu", "glm4_moe"])
-def test_graphs_add_late_experts_one_layer_later(tiny_models, variant, most, share, moving, graphs) -> None:
+def test_graphs_add_deferred_experts_one_layer_later(tiny_models, variant, most, share, moving, graphs) -> None:
     if moving and share == 0.0:
         pytest.skip("nothing is on the GPU")
     path, together = tiny_models[variant], graphs == (1, 8)
@@ -67,10 +67,10 @@ def test_graphs_add_late_experts_one_layer_later(tiny_models, variant, most, sha
     ours, usual = session.logits(together), on_the_cpu(path, "float32", 0, placement)
     for part in (slice(None, PROMPT), slice(PROMPT, None)):
         allowed = 2 * middle(theirs[:, part], exact[:, part])
-        late, off = middle(usual[:, part], exact[:, part]), middle(ours[:, part], exact[:, part])
-        print(f"{variant} {most} late, {share:.0%} there: {off:.2e} of {allowed:.2e}; late {late:.2e}")
-        if moving:  # who is late follows where experts are: there and here, `late` lies between that and no lateness
-            allowed += 2 * late
+        deferred, off = middle(usual[:, part], exact[:, part]), middle(ours[:, part], exact[:, part])
+        print(f"{variant} {most} deferred, {share:.0%} there: {off:.2e} of {allowed:.2e}; deferred {deferred:.2e}")
+        if moving:  # which are deferred follows where experts are: `deferred` lies between that and none
+            allowed += 2 * deferred
         assert off < allowed
 
 
@@ -82,8 +82,8 @@ def middle(a: Tensor, b: Tensor) -> float:
 def test_kernel_by_kernel_nothing_is_late(tiny_models) -> None:
     """Steps that are no graph give the same bits with the flag and without."""
     path = tiny_models["qwen3_moe"]
-    late, usual = (Session(path, 0.25, (), deferred=most).logits(True) for most in (2, 0))
-    assert torch.equal(late, usual)
+    deferred, usual = (Session(path, 0.25, (), deferred=most).logits(True) for most in (2, 0))
+    assert torch.equal(deferred, usual)
 
 
 def test_a_cpu_that_fails_while_experts_are_late_fails_this_step_only(tiny_models) -> None:

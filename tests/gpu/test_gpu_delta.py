@@ -228,11 +228,11 @@ def tried(parts: list[tuple[int, int, int, int]], single: int = 0, apart: bool =
 
 
 STEPS = [(3, 3), (3, 0), (0, 0), (3, 2), (2, 2), (1, 0), (0, 0), (3, 3), (3, 1), (1, 1)][: 4 if INTERPRETED else None]
-"""Guesses of a step, and how many of them are right."""
+"""Draft tokens of a step, and how many of them are accepted."""
 
 
 class Trial(Case):
-    """A prompt of 5 in slot 2, then steps with guesses beside a sequence in slot 4 that has none."""
+    """A prompt of 5 in slot 2, then steps with draft tokens beside a sequence in slot 4 that has none."""
 
     def __init__(self, shape: DeltaRule, places: int = 3) -> None:
         super().__init__(shape, 40, places)
@@ -260,7 +260,7 @@ class Trial(Case):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_guesses_that_came_are_folded_and_wrong_ones_leave_nothing(shape: DeltaRule) -> None:
+def test_accepted_drafts_are_folded_and_rejected_ones_leave_nothing(shape: DeltaRule) -> None:
     case, plain = Trial(shape), Trial(shape)
     for step in STEPS:
         case.go(*step)
@@ -274,7 +274,7 @@ def test_guesses_that_came_are_folded_and_wrong_ones_leave_nothing(shape: DeltaR
     untouched(case, [0, 1, 3, 5])
 
 
-def test_a_prompt_goes_on_from_guesses_that_are_not_folded_yet() -> None:
+def test_a_prompt_goes_on_from_drafts_that_are_not_folded_yet() -> None:
     """A snapshot of such a sequence is taken up by a longer prompt, beside one that decodes."""
     case = Trial(AWKWARD)
     case.go(3, 3)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.gpu, needs_triton]
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
 UNIT = 2.0**-20 if INTERPRETED else 2.0**-7  # of a key: its own rounding, and that of the weights of its tokens
-GUESSES = 2
+DRAFT_TOKENS = 2
 POOLS = {
     "fours": Index(12, 18, 12, still(0), pool=4),
     "pairs": Index(16, 16, 4, still(0), pool=2),
@@ -85,7 +85,7 @@ class PoolCase:
     def cache(self, dtype: torch.dtype, device: torch.device) -> PooledKeys:
         """Numbers that were never written are none."""
         s, nan = self.shape, float("nan")
-        ring = torch.full((len(self.lengths) + 1, s.pool + GUESSES, self.ring_width), nan, dtype=dtype)
+        ring = torch.full((len(self.lengths) + 1, s.pool + DRAFT_TOKENS, self.ring_width), nan, dtype=dtype)
         keys = torch.full((self.pages, PAGE // s.pool, 1, s.dim), nan, dtype=dtype)
         tokens = torch.empty(self.pages, PAGE, 1, 1, dtype=dtype)
         return PooledKeys(*(each.to(device) for each in (tokens, ring, keys)))
@@ -213,8 +213,8 @@ def test_a_row_that_sees_no_whole_pool_sees_its_own_tokens(ops: GpuOps) -> None:
         assert chosen is not None and chosen.counts.tolist() == [i + 1] * 2
 
 
-def test_rows_of_guesses_are_sequences_of_one_slot(ops: GpuOps) -> None:
-    """A wrong guess that closed a pool is overwritten when it closes again."""
+def test_rows_of_drafts_are_sequences_of_one_slot(ops: GpuOps) -> None:
+    """A rejected draft token that closed a pool is overwritten when it closes again."""
     case = PoolCase(POOLS["fours"], [60])
     gpu = case.bound(ops, DEVICE)
     case.step(gpu, [(0, 22)])

@@ -162,7 +162,7 @@ def readable(mask: TokenMask) -> TokenMask:
 )
 def test_masked_rows_choose_what_they_choose_on_the_host(device, in_graph, change) -> None:
     """Every third row is free. In a graph the best is found by its masks, outside for the rows that need it; masks of
-    guessed rows are known after the graph has run."""
+    rows of draft tokens are known after the graph has run."""
     logits = rows_of(30, 7)
     sequences = sequences_of(30, SamplingSettings(**change), SamplingSettings(repetition_penalty=1.2))
     generator = np.random.default_rng(0)

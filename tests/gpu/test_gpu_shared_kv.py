@@ -130,7 +130,7 @@ class Walk:
     """Two sequences from their first token on, by steps; every array is NaN before it is written."""
 
     def __init__(self, device: torch.device, kernels: bool, places: int = 0) -> None:
-        """places: of guesses, in rings."""
+        """places: of draft tokens, in rings."""
         self.device, self.attention = device, heads(device, kernels)
         g = torch.Generator().manual_seed(2)
         widths = 128, 32, SHAPE.compression.inputs(32), 128, 8
@@ -177,7 +177,7 @@ def test_shared_keys_on_a_gpu_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 2, 3])
-def test_rows_of_guesses_are_sequences_over_the_same_rings(wrong: int) -> None:
+def test_rows_of_drafts_are_sequences_over_the_same_rings(wrong: int) -> None:
     """Four rows in a step, of which the last are wrong, and computed anew by the next. Windows of 6, entries of 4."""
     expected, walk = walked(torch.device("cpu"), kernels=False), Walk(DEVICE, True, places=3)
     got, at = [walk.step(0, 9), walk.step(9, 17)], 17

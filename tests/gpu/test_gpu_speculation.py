@@ -1,7 +1,7 @@
-"""Several tokens a step on a GPU: guesses decide what is computed, never what is answered.
+"""Several tokens a step on a GPU: draft tokens decide what is computed, never what is answered.
 
-All steps run in one graph of 12 rows, with guesses and without. So every row's products are of the same shapes, and
-answers have the same bits. Shapes of their own, and kernels without graphs, are held against float32.
+All steps run in one graph of 12 rows, with draft tokens and without. So every row's products are of the same shapes,
+and answers have the same bits. Shapes of their own, and kernels without graphs, are held against float32.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ def test_answers_have_the_same_bits(tiny_models, variant: str, share: float) -> 
         stats = engine.stats()
         counted.append(stats.experts.cpu_tokens[0] + stats.experts.gpu_tokens[0] - sum(counted))
         steps.append(stats.steps)
-        assert stats.speculation.guesses > 0
+        assert stats.speculation.draft_tokens > 0
     assert set(counted) == {counted[0]}
     assert plain.stats().steps >= steps[0] > steps[1] > steps[2]
 
 
 @pytest.mark.parametrize("wish", ["grammar", "nucleus", "penalties"])
 def test_every_row_is_chosen_by_the_requests_own_rule(tiny_models, wish: str) -> None:
-    """Masks of guessed rows are known only when the guess has come."""
+    """Masks of rows behind a draft token are known only when it is accepted."""
     wishes = {
         "grammar": {"grammar": Grammar("regex", r"([a-z]+ ){4}[a-z]+\\.")},
         "nucleus": {"temperature": 0.8, "top_p": 0.9, "seed": 11, "ignore_eos": True},
@@ -102,7 +102,7 @@ def test_every_row_is_chosen_by_the_requests_own_rule(tiny_models, wish: str) ->
         engine = engine_of(parts, OracleDrafter(answers, acceptance, parts.model_config.vocab))
         got = run(engine, *asks)
         assert {key: token_ids(outputs) for key, outputs in got.items()} == answers
-        assert engine.stats().speculation.right_guesses > 0
+        assert engine.stats().speculation.accepted_tokens > 0
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "kernels"])
@@ -121,13 +121,13 @@ def test_shapes_of_their_own_say_what_float32_says(tiny_models, variant: str, gr
     got = torch.tensor([[token.logprob for token in one.logprobs] for one in results])
     exact, theirs = (logprobs(path, dtype, texts, 40) for dtype in ("float32", "bfloat16"))
     ours, usual = ((each - exact).abs().median() for each in (got, theirs))
-    print(f"{variant}: {ours:.2e}, usual {usual:.2e}, guesses {engine.stats().speculation}")
+    print(f"{variant}: {ours:.2e}, usual {usual:.2e}, drafts {engine.stats().speculation}")
     assert ours < 2 * usual  # the middle one: in bfloat16 some rows choose another expert, and are far off
-    assert engine.stats().speculation.right_guesses > 0
+    assert engine.stats().speculation.accepted_tokens > 0
 
 
 def test_live_experts_move_by_accepted_tokens(tiny_models) -> None:
-    """They move while guesses are verified, and no answer changes."""
+    """They move while draft tokens are verified, and no answer changes."""
     flags = {"kt_enable_dynamic_expert_update": True, "kt_expert_placement_strategy": "random"}
     parts = parts_of(tiny_models["qwen3_moe-gpu"], 0.5, **flags)
     asks = [request(name, prompt, max_tokens=100, ignore_eos=True) for name, prompt in PROMPTS.items()]

@@ -144,7 +144,7 @@ def test_the_engine_pipelines_long_prompts(monkeypatch, tiny_models, devices: Se
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
-def test_experts_travel_to_both_stages_for_long_prompts(monkeypatch, tiny_models, share: float) -> None:
+def test_experts_are_streamed_to_both_stages_for_long_prompts(monkeypatch, tiny_models, share: float) -> None:
     """Where that is asked for; short prompts beside them have their experts computed on the CPU."""
     monkeypatch.setenv("TANDEM_RANKS_SHARE_GPU", "1")
     path = tiny_models["qwen3_moe-gpu"]

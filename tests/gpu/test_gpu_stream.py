@@ -1,4 +1,4 @@
-"""Experts that travel to the GPU for a step give what those that live there give (on a GPU, or interpreted).
+"""Experts streamed to the GPU for a step give what those that live there give (on a GPU, or interpreted).
 
 Tolerances are those of `test_gpu_prompts.py`: the products are the same, whoever brought the bytes. Where the CPU
 computes a part, that part has fewer roundings.
@@ -83,12 +83,13 @@ class FakeBus:
 
 
 def rates_of(share: float, beside: float = 1.0) -> StreamRates:
-    """Such that this share travels, nearly; or none at all. beside: as long as alone the bus takes, so many times."""
+    """Such that this share is streamed, nearly; or none at all. beside: as long as alone the bus takes, so many
+    times."""
     return StreamRates(1.0, 0.0, 0.0) if share == 0.0 else rates(share, beside=beside)
 
 
 def rates(share: float, least_rows: int = 1, beside: float = 1.0) -> StreamRates:
-    """Such that this share travels, nearly."""
+    """Such that this share is streamed, nearly."""
     bus = 1e-9 if share == 1.0 else 1000 * (1 - share) / share / beside
     return StreamRates(bus, 1000.0, 0.0, least_rows)
 
@@ -170,22 +171,22 @@ class Layers:
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("share", [1.0, 0.6])
 @pytest.mark.parametrize("on_gpu", [0, 2])
-def test_what_travels_is_computed_as_what_lives_there(on_gpu: int, share: float, early: bool) -> None:
+def test_what_is_streamed_is_computed_as_what_lives_there(on_gpu: int, share: float, early: bool) -> None:
     """Through a ring of two parts, whoever is faster; the CPU computes the rest, if there is one."""
     layers = Layers(on_gpu)
     stream = layers.stream(share, bus=FakeBus(early) if DEVICE.type == "cpu" else None)
-    travelling = round(share * (EXPERTS - on_gpu))
+    streamed = round(share * (EXPERTS - on_gpu))
     for step in range(2):
         stream.begin(TOKENS)
-        assert stream.counts == dict.fromkeys(range(LAYERS), travelling)
+        assert stream.counts == dict.fromkeys(range(LAYERS), streamed)
         layers.check()
         assert layers.posts == (0 if share == 1.0 else LAYERS * (step + 1))
     each = layers.whole[0].bytes_per_expert
-    assert stream.deliveries.bytes == 2 * LAYERS * travelling * each
+    assert stream.deliveries.bytes == 2 * LAYERS * streamed * each
 
 
 @pytest.mark.parametrize("on_gpu", [0, 2])
-def test_who_had_most_rows_travels(on_gpu: int) -> None:
+def test_those_with_most_rows_are_streamed(on_gpu: int) -> None:
     """In the step after, or in the second if others had most before. The CPU computes the rest."""
     layers, told, nobody = (
         Layers(on_gpu),
@@ -206,7 +207,7 @@ def test_who_had_most_rows_travels(on_gpu: int) -> None:
 
 
 @pytest.mark.parametrize("on_gpu", [0, 2])
-def test_biases_are_those_of_who_travels(on_gpu: int) -> None:
+def test_biases_are_those_of_the_streamed_experts(on_gpu: int) -> None:
     """The CPU adds its own."""
     layers = Layers(on_gpu)
     for each, whole in zip(layers.each, layers.whole, strict=True):
@@ -269,15 +270,16 @@ def test_all_rows_to_few_experts_and_a_step_of_one_row(tokens: int, chosen: list
 
 
 def test_a_prompt_that_crosses_the_threshold() -> None:
-    """Chunks of many rows travel, those of few and recorded steps do not; what travels next is not what was left."""
+    """Chunks of many rows are streamed, those of few and recorded steps are not; what is streamed next is not what was
+    left."""
     layers = Layers()
     stream = layers.stream(1.0, least_rows=10)
     for rows, recorded in ((TOKENS, False), (9, False), (10, False), (10, True), (TOKENS, False)):
         before = layers.posts
         stream.begin(0 if recorded else rows)
         layers.check(rows)
-        travels = rows >= 10 and not recorded
-        assert bool(stream.counts) == travels and layers.posts == before + (0 if travels else LAYERS)
+        is_streamed = rows >= 10 and not recorded
+        assert bool(stream.counts) == is_streamed and layers.posts == before + (0 if is_streamed else LAYERS)
 
 
 def test_rates_are_measured_with_the_layers_own_bytes() -> None:
@@ -373,7 +375,7 @@ def test_rows_that_fill_a_graph_up_are_not_the_cpu_s() -> None:
 
 
 @pytest.mark.parametrize("share", [1.0, 0.6])
-def test_one_layer_alone_travels_before_the_start(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_layer_alone_is_streamed_before_the_start(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the rates say, first of all steps; the one after it is as ever, and has learnt nothing of its times."""
     layers = Layers()
     stream = layers.stream(share)
@@ -410,7 +412,7 @@ def test_experts_that_change_places_are_found_where_they_are() -> None:
         wanted = [Exchange(layer, 0, [1, 0, 3][step], [0, 3, 4][step]) for layer in range(LAYERS)]
         exchange.add(wanted)
         assert not advance(exchange).done
-        stream.begin(TOKENS)  # a step while they travel looks up who is where, and the one after must again
+        stream.begin(TOKENS)  # a step while they are exchanged looks up who is where, and the one after must again
         layers.check()
         if DEVICE.type == "cpu":
             copies.arrive(1.0)
@@ -433,7 +435,7 @@ def layer_copies() -> object:
 
 
 def streaming(
-    path: object, share: float, travelling: float, graphs: tuple[int, ...] = (), copy: int = 0
+    path: object, share: float, streamed: float, graphs: tuple[int, ...] = (), copy: int = 0
 ) -> tuple[Session, ExpertStream]:
     """A session whose steps of more than eight rows stream."""
     session = Session(path, share, graphs)
@@ -443,7 +445,7 @@ def streaming(
     assert hold_all([layer.cpu for layer in layers if layer], held)
     nbytes = max(layer.cpu.bytes_per_expert for layer in layers if layer)
     stream = ExpertStream(
-        layers, ring(3, nbytes), CudaCopyStream(DEVICE, held, copy), rates(travelling, ROWS + 1), DEVICE
+        layers, ring(3, nbytes), CudaCopyStream(DEVICE, held, copy), rates(streamed, ROWS + 1), DEVICE
     )
     for index, each in enumerate(hybrids):
         each.stream, each.index = stream, index
@@ -453,13 +455,13 @@ def streaming(
 
 @needs_cuda
 @pytest.mark.parametrize("graphs", [(), (1, 8)], ids=["kernels", "graphs"])
-@pytest.mark.parametrize("travelling", [1.0, 0.5])
+@pytest.mark.parametrize("streamed", [1.0, 0.5])
 @pytest.mark.parametrize("share", [0.0, 0.5])
-def test_logits_are_those_of_the_cpu(tiny_models, share: float, travelling: float, graphs: tuple[int, ...]) -> None:
-    """Prompts travel, decode steps do not. The tolerance is that of `test_gpu_engine.py`."""
+def test_logits_are_those_of_the_cpu(tiny_models, share: float, streamed: float, graphs: tuple[int, ...]) -> None:
+    """Experts are streamed for prompts, not for decode steps. The tolerance is that of `test_gpu_engine.py`."""
     path = tiny_models["qwen3_moe-gpu"]
     exact, theirs = on_the_cpu(path, "float32"), on_the_cpu(path, "bfloat16")
-    session, stream = streaming(path, share, travelling, graphs)
+    session, stream = streaming(path, share, streamed, graphs)
     ours, allowed = session.logits(True), 1.5 * rms(theirs, exact)
     print(f"{rms(ours, exact):.2e} of {allowed:.2e}, {stream.deliveries.bytes} bytes")
     assert rms(ours, exact) < allowed and stream.deliveries.bytes > 0

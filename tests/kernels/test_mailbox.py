@@ -627,10 +627,10 @@ def test_batches_outside_graphs_are_timed_too() -> None:
     assert times.posts == 2 and times.wait_seconds >= 0 and times.serve_seconds > 0
 
 
-# -- experts that are late ---
+# -- deferred experts ---
 
 
-def test_the_last_post_of_a_graph_has_no_late_experts() -> None:
+def test_the_last_post_of_a_graph_has_no_deferred_experts() -> None:
     gpu, (x, ids, weights) = FakeGpu(late=True), batch(3)
     gpu.mailbox.defer(0, 1, TOP_K)
     for number in (1, 2):  # each begins with the first half
@@ -646,7 +646,7 @@ def test_what_is_late_is_forgotten_after_a_failure() -> None:
     gpu.mailbox.defer(0, 1, TOP_K)
     gpu.post(1, 0, x, ids, weights)
 
-    def play() -> None:  # fewer tokens than are late
+    def play() -> None:  # fewer tokens than are deferred
         gpu.answer(1, 3)
         gpu.words[LAYER], gpu.words[COUNT], gpu.words[FLAGS] = 1, 2, _core.SECOND_HALF
         gpu.words[POSTED] = 2

@@ -65,7 +65,7 @@ def test_prompts_cut_anywhere_and_rows_that_decode() -> None:
         check(numbers, [(9 + i, 10 + i), (271 + i, 272 + i), (2 + i, 3 + i)], slots, apart=True)
 
 
-def test_rows_of_guesses_follow_each_other_in_one_slot() -> None:
+def test_rows_of_drafts_follow_each_other_in_one_slot() -> None:
     numbers, slots = RowNumbers(SHAPE, HASHES), [1, 2, 3]
     check(numbers, [(0, 8), (0, 100), (0, 1)], slots)
     check(numbers, [(8, 12), (100, 101), (1, 4)], slots, apart=True)

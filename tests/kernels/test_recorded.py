@@ -25,7 +25,7 @@ def ops() -> CpuOps:
 
 def decode(session: Session, steps: int = 5) -> list[torch.Tensor]:
     """Three sequences of different lengths, then `steps` steps of one token each, in changing order; then as many rows
-    of fewer sequences, as steps with guesses have."""
+    of fewer sequences, as steps with drafts have."""
     got = [session.step([(s, list(range(5 + s, 9 + 3 * s)))])[0] for s in range(3)]
     for i in range(steps):
         order = [(i + s) % 3 for s in range(3)]

@@ -107,15 +107,16 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 STEPS = [(40, 40), (4, 1), (3, 1), (1, 1), (4, 2), (2, 1), (5, 5)]
-"""Rows of each step, and how many of them are no guesses."""
+"""Rows of each step, and how many of them are no draft tokens."""
 
 
 @pytest.mark.parametrize("right", [0, 1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tier", TIERS)
-def test_guesses_are_taken_back_or_done_again(tier: str, dtype: torch.dtype, right: int) -> None:
-    """At most `right` guesses of a step have come. All rows answer as those of a text that had them from the start:
-    with the same bits on the core, after the same operations on the same numbers. Wrong ones are of another text."""
+def test_drafts_are_taken_back_or_done_again(tier: str, dtype: torch.dtype, right: int) -> None:
+    """At most `right` draft tokens of a step are accepted. All rows answer as those of a text that had them from the
+    start: with the same bits on the core, after the same operations on the same numbers. Wrong ones are of another
+    text."""
     case, folds = Case(dtype, -5.0), folds_of(tier, SHAPE)
     state = channel_state(torch.randn(SLOTS, HEADS, DIM, DIM), dtype, places=6)
     known, folded = 0, 0

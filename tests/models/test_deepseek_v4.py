@@ -82,11 +82,11 @@ def test_every_spelling_has_the_same_names(both: tuple[Path, Path], tiny_models)
     assert {name for name in fused if ".experts." not in name} == {n for n in saved_names if ".experts." not in n}
 
 
-def test_the_engine_answers_beside_a_draft_that_cannot_guess(both: tuple[Path, Path]) -> None:
+def test_the_engine_answers_beside_a_draft_layer_that_is_not_run(both: tuple[Path, Path]) -> None:
     """Its layer lacks the projections, so nobody is told to use it."""
     hub, plain = both
     llm = LLM(str(hub), device="cpu", dtype="float32", kt_cpuinfer=2, max_total_tokens=512)
-    assert not any("guesses with it" in notice for notice in llm.engine.plan.notices)
+    assert not any("drafts with it" in notice for notice in llm.engine.plan.notices)
     assert not any("not understood" in notice for notice in llm.engine.plan.notices)
     prompt = list(range(30, 70))
     answer = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))[0].token_ids
@@ -126,8 +126,8 @@ def test_drafts_are_told_apart(tiny_models) -> None:
     model = changed(tiny_models, num_nextn_predict_layers=1, **DSPARK)
     assert model.drafts is not None and model.drafts.block == DraftBlockShape(5, 3, 7, (1, 2, 3), 256)
     assert not model.draft and not model.unread_keys
-    plain, guessing = (changed(tiny_models, num_nextn_predict_layers=count) for count in (0, 1))
-    assert plain.draft == guessing.draft == "" and plain.drafts is None and guessing.drafts is not None
+    plain, speculative = (changed(tiny_models, num_nextn_predict_layers=count) for count in (0, 1))
+    assert plain.draft == speculative.draft == "" and plain.drafts is None and speculative.drafts is not None
     pooled = changed(tiny_models, num_nextn_predict_layers=1, compress_ratios=[0, 4, 128, 4, 4])
     assert pooled.draft == "a draft layer (NextN) that pools 4 tokens" and pooled.drafts is None
     for name in ("NEXTN", "NGRAM"):

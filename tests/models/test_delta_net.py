@@ -111,7 +111,8 @@ def speculative(parts: list[Tried]) -> ForwardBatch:
 def verified(
     delta: DeltaOperator, kept: DeltaState, wide: Tensor, narrow: Tensor, steps: list[tuple[int, int]]
 ) -> Tensor:
-    """Rows of slot 2 behind a prompt of 5; steps: of guesses, and how many are right. Wrong rows are others'."""
+    """Rows of slot 2 behind a prompt of 5; steps: of draft tokens, and how many are accepted. Other rows are
+    others'."""
     wrong_wide, wrong_narrow = -wide, narrow.flip(0)
     out = [delta(wide[:5], narrow[:5], speculative([(2, 0, 0, 5, 5)]), kept)]
     known = state_lens = 5
@@ -129,7 +130,7 @@ def verified(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tier", TIERS[:5])
-def test_guesses_that_came_are_folded_with_the_same_bits(tier: str, dtype: torch.dtype) -> None:
+def test_accepted_drafts_are_folded_with_the_same_bits(tier: str, dtype: torch.dtype) -> None:
     """Wrong ones leave nothing behind; then a chunk of many rows goes on from what is not folded yet."""
     wide, narrow = rows(SHAPE, 40, dtype)
     delta = ops(tier).bound(SHAPE, weights(SHAPE, dtype))
@@ -140,7 +141,7 @@ def test_guesses_that_came_are_folded_with_the_same_bits(tier: str, dtype: torch
     assert kept.memory[[0, 1, 3, 4]].isnan().all()
 
 
-def test_the_reference_takes_guesses_back() -> None:
+def test_the_reference_takes_drafts_back() -> None:
     wide, narrow = (x.double() for x in rows(SHAPE, 40, torch.float32))
     delta = TorchDelta(SHAPE, DeltaWeights(*(w.double() for w in weights(SHAPE, torch.float32))))
     whole_states, kept = (DeltaState(*(s.double() for s in states(SHAPE, torch.float32, 3))) for _ in range(2))
@@ -149,7 +150,7 @@ def test_the_reference_takes_guesses_back() -> None:
     assert (kept.memory[2] - whole_states.memory[2]).abs().max() < 1e-12
 
 
-def test_guesses_beside_others_and_too_many_of_them() -> None:
+def test_drafts_beside_others_and_too_many_of_them() -> None:
     wide, narrow = rows(SHAPE, 12, torch.float32)
     delta = ops("scalar").bound(SHAPE, weights(SHAPE, torch.float32))
     kept = states(SHAPE, torch.float32, 2)
@@ -188,7 +189,7 @@ def test_a_second_turn_gives_the_answer_of_a_server_without_a_cache(
     tiny_models, variant: str, speculative: bool
 ) -> None:
     """Greedy text with a snapshot equals text computed from nothing, and few rows are computed for it. Also where a
-    snapshot was taken behind guesses that had come and were not folded yet."""
+    snapshot was taken behind accepted draft tokens that were not folded yet."""
     flags = {
         "dtype": "float32",
         "kt_cpuinfer": 2,
@@ -213,4 +214,4 @@ def test_a_second_turn_gives_the_answer_of_a_server_without_a_cache(
             assert answers[0].cached_tokens >= len(prompt) - 3 - 2 * 4
         prompt = [*prompt, *answers[0].token_ids, 7, 8, 9]
     stats = cached.engine.stats().speculation
-    assert not speculative or stats.right_guesses > 0
+    assert not speculative or stats.accepted_tokens > 0

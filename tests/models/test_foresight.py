@@ -72,7 +72,7 @@ def made(path, kind: type[ListeningExperts] | None = None) -> tuple[Model, list[
 
 
 def logits(model: Model, rows: int = ROWS, *, chunk: bool = False) -> Tensor:
-    """chunk: of one sequence, as a token and guesses behind it are; else each of its own."""
+    """chunk: of one sequence, as a token and draft tokens behind it are; else each of its own."""
     states = allocate(model.config.state_layout("bfloat16", PAGE), ROWS, slots=1 + ROWS).arrays
     each, alone = torch.arange(rows), torch.zeros(rows, dtype=torch.int64)
     batch = ForwardBatch(

@@ -268,7 +268,7 @@ def test_pages_have_whole_pools(tiny_models) -> None:
 
 
 @pytest.mark.parametrize("variant", ["glm5_next", "kimi_linear", "bailing_hybrid"])
-def test_guesses_are_planned_on_either_side(tiny_models, variant: str) -> None:
+def test_drafts_are_planned_on_either_side(tiny_models, variant: str) -> None:
     model, config = load_config(tiny_models[variant]), EngineConfig(model="m", speculative_algorithm="NGRAM")
     plan, beside = (resolve(config, model, each) for each in (machine(), with_gpu()))
     assert beside.gpu is not None and plan.draft_tokens == beside.draft_tokens == 7
@@ -290,7 +290,7 @@ def test_a_draft_layer_with_streams_of_its_own_is_refused(tiny_models, tmp_path:
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"streams of its own \(model\.layers\.4\.attn_hc\.fn\)"):
         tiny_engine(path, tmp_path, speculative_algorithm="NEXTN")
-    tiny_engine(path, tmp_path)  # without guesses it is left in its file
+    tiny_engine(path, tmp_path)  # without drafts it is left in its file
 
 
 def test_a_draft_layer_has_one_stream(tiny_models) -> None:

@@ -24,7 +24,7 @@ from tandem.models.passing import ForwardState
 from tandem.spec.norm import Norm
 from tandem.spec.rope import Rope
 
-GUESSES = 3  # rows that a ring has room for beside those that are asked for
+DRAFT_TOKENS = 3  # rows that a ring has room for beside those that are asked for
 
 
 def shape_of(heads: int = 12, dim: int = 20, budget: int = 12, pool: int = 4, turned: int = 12) -> MeanIndex:
@@ -52,7 +52,7 @@ class Case:
         self.given = [
             [torch.randn(n, width, generator=g).to(dtype) for width in (s.heads * s.dim, s.dim)] for n in lengths
         ]  # of each sequence
-        ring = torch.full((len(lengths) + 1, s.pool + GUESSES, s.dim), float("nan"), dtype=dtype)
+        ring = torch.full((len(lengths) + 1, s.pool + DRAFT_TOKENS, s.dim), float("nan"), dtype=dtype)
         keys = torch.full((pages, PAGE // s.pool, 1, s.dim), float("nan"), dtype=dtype)
         self.kept = PooledKeys(torch.empty(pages, PAGE, 1, 1, dtype=dtype), ring, keys)
 
@@ -159,14 +159,14 @@ def test_no_cut_changes_a_choice_or_what_is_kept(tier: str, dtype: torch.dtype) 
     assert torch.equal(one.keys(0), two.keys(0)) and torch.equal(one.kept.ring[1], two.kept.ring[1])
 
 
-def test_wrong_guesses_leave_no_key_behind() -> None:
+def test_rejected_drafts_leave_no_key_behind() -> None:
     """What they closed is closed again, and what came before is still there."""
     one, two = Case(shape_of(), [30]), Case(shape_of(), [30])
     index = ops(_core.supported_tiers()[-1]).bound(one.shape, one.weights)
     whole = one.whole(index)
     two.step(index, [(0, 18)])
     right = two.given[0][1].clone()
-    two.given[0][1][19:22] += 3.0  # row 18 comes, with three guesses; one of them closes block 4
+    two.given[0][1][19:22] += 3.0  # row 18 comes, with three draft tokens; one of them closes block 4
     two.step(index, [(18, 22)])
     two.given[0][1] = right
     rest = two.step(index, [(19, 30)])

@@ -21,7 +21,7 @@ from tandem.mechanisms.token_index.shape import Index
 from tandem.models.passing import ForwardState
 from tandem.spec.rope import still
 
-GUESSES = 3  # rows that a ring has room for beside those that are asked for
+DRAFT_TOKENS = 3  # rows that a ring has room for beside those that are asked for
 
 
 def shape_of(heads: int = 12, dim: int = 18, budget: int = 12, pool: int = 4) -> Index:
@@ -51,7 +51,7 @@ class Case:
         self.given = [
             [torch.randn(n, width, generator=g).to(kind) for width, kind in widths] for n in lengths
         ]  # of each sequence
-        ring = torch.full((len(lengths) + 1, s.pool + GUESSES, 2 * s.dim), float("nan"), dtype=dtype)
+        ring = torch.full((len(lengths) + 1, s.pool + DRAFT_TOKENS, 2 * s.dim), float("nan"), dtype=dtype)
         keys = torch.full((pages, PAGE // s.pool, 1, s.dim), float("nan"), dtype=dtype)
         self.kept = PooledKeys(torch.empty(pages, PAGE, 1, 1, dtype=dtype), ring, keys)
 
@@ -184,14 +184,14 @@ def test_scores_that_are_no_numbers_end(bad: float) -> None:
         assert len(got.unique()) == count and got.max() <= t
 
 
-def test_a_pool_that_a_wrong_guess_has_closed_is_closed_again() -> None:
-    """Rows of guesses have places of their own, so what came before is still there."""
+def test_a_pool_that_a_rejected_draft_has_closed_is_closed_again() -> None:
+    """Rows of draft tokens have places of their own, so what came before is still there."""
     one, two = Case(shape_of(), [30]), Case(shape_of(), [30])
     index = ops(_core.supported_tiers()[-1]).bound(one.shape, one.weights)
     whole = one.whole(index)
     two.step(index, [(0, 18)])
     right = two.given[0][1].clone()
-    two.given[0][1][19:22] += 3.0  # row 18 comes, with three guesses; one of them closes pool 4
+    two.given[0][1][19:22] += 3.0  # row 18 comes, with three draft tokens; one of them closes pool 4
     two.step(index, [(18, 22)])
     two.given[0][1] = right
     rest = two.step(index, [(19, 30)])

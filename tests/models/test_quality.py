@@ -363,15 +363,15 @@ def test_models_of_different_shape_are_refused(tiny_models, text_file: Path, tmp
         measure(request(path, text_file, reference=str(other)))
 
 
-def test_late_experts_diverge_and_the_usual_way_does_not(tiny_models, text_file: Path) -> None:
+def test_deferred_experts_diverge_and_the_usual_way_does_not(tiny_models, text_file: Path) -> None:
     request = QualityFlags(str(tiny_models["qwen3_moe"]), text=text_file, window=64, threads=1, deferred=1)
-    usual, late = measure(request).measured
-    assert (usual.label, late.label) == ("as stored", "as stored, 1 late")
-    assert usual.divergence is not None and late.divergence is not None
-    assert usual.divergence.mean == 0 < late.divergence.mean
-    assert late.layers[-1].own == 0 < late.layers[-1].total  # the last layer never defers
+    usual, deferred = measure(request).measured
+    assert (usual.label, deferred.label) == ("as stored", "as stored, 1 deferred")
+    assert usual.divergence is not None and deferred.divergence is not None
+    assert usual.divergence.mean == 0 < deferred.divergence.mean
+    assert deferred.layers[-1].own == 0 < deferred.layers[-1].total  # the last layer never defers
 
 
-def test_late_experts_of_a_layer_alone_are_not_measured() -> None:
+def test_deferred_experts_of_a_layer_alone_are_not_measured() -> None:
     with pytest.raises(ConfigError, match="leave out --layer-kl or --kt-max-deferred-experts-per-token"):
         QualityFlags("demo", deferred=1, layer_kl=True)

@@ -107,17 +107,17 @@ def _with(model: Path, to: Path, **keys: object) -> Path:
     return to
 
 
-def test_guesses_that_were_wrong_leave_nothing_behind(tiny_models) -> None:
+def test_rejected_drafts_leave_nothing_behind(tiny_models) -> None:
     """Rows of wrong tokens, then the right ones in their places, also where a block had closed."""
     prompt = with_ends(prompts()[0])
     session = Session(tiny_models["qwen4_exp"], ops=CpuOps(_core.WorkerPool([-1, -1]), _core.supported_tiers()[-1]))
     whole = session.step([(0, prompt)])[0]
-    tried = Guessing(tiny_models["qwen4_exp"])
+    tried = DraftedSession(tiny_models["qwen4_exp"])
     assert torch.equal(tried.text(prompt, wrong=3), whole)
 
 
-class Guessing(Session):
-    """Each step has three guesses; memories take in what is sure."""
+class DraftedSession(Session):
+    """Each step has three draft tokens; memories take in what is sure."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, ops=CpuOps(_core.WorkerPool([-1, -1]), _core.supported_tiers()[-1]))

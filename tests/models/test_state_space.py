@@ -138,7 +138,7 @@ def test_every_cut_is_convolved_alike(tier: str, dtype: torch.dtype, cuts: list[
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tier", TIERS)
 def test_every_cut_is_gated_alike(tier: str, dtype: torch.dtype, cuts: list[int], biased: bool) -> None:
-    """Between the cuts comes a wrong guess, whose row nobody asks for later."""
+    """Between the cuts comes a rejected draft token, whose row nobody asks for later."""
     channels, g, folds = 300, torch.Generator().manual_seed(2), folds_of(tier)
     taps, found = taps_for(g, channels, biased), [list[Tensor](), list[Tensor]()]
     each = [torch.randn(LENGTH, 3 * channels, generator=g).to(dtype) for _ in range(2)]
@@ -200,12 +200,12 @@ def test_a_pattern_of_letters_is_the_list_of_words() -> None:
     assert config_from_dict(other).layers == config_from_dict(keys).layers
 
 
-def test_experts_in_fewer_channels_are_never_late(tiny_models) -> None:
+def test_experts_in_fewer_channels_are_never_deferred(tiny_models) -> None:
     """Each layer projects their sum by itself."""
     variant = Variant(tiny_models["nemotron_h-latent"], deferred=2)
     model = variant.model()
     with pytest.raises(ConfigError, match="--late 2: each layer's experts have a projection of their own"):
         variant.plan(model, this_machine(), 8, open_checkpoint(variant.directory).formats())
-    late, why = deferred_experts(EngineConfig(model="m", kt_max_deferred_experts_per_token=2), model, 0, (1, 8))
-    assert late == 0 and why.startswith("each layer's experts")
+    deferred, why = deferred_experts(EngineConfig(model="m", kt_max_deferred_experts_per_token=2), model, 0, (1, 8))
+    assert deferred == 0 and why.startswith("each layer's experts")
     assert model.expert_channels == 40 and model.expert_params == 2 * 40 * 32

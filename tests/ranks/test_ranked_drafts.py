@@ -82,14 +82,15 @@ def test_answers_are_those_without_drafts(made, tmp_path, variant, right) -> Non
         assert stats.cached_tokens > 0 and (stats.preemptions > 0) == (variant == "glm4_moe")
         check_pages(engine)
     said = stats.speculation
-    assert said.guesses > 0 and (right is None or (said.right_guesses > 0.5 * said.guesses) == (right > 0.5))
+    assert said.draft_tokens > 0
+    assert right is None or (said.accepted_tokens > 0.5 * said.draft_tokens) == (right > 0.5)
     drafts = [step for step in lists_of(other) if step.widths is not None]
     assert not other.failed and len(drafts) > 5 and all(step.rows for step in drafts)
 
 
 @pytest.mark.parametrize("variant", ["glm4_moe", "dspark"])
 def test_two_ranks_draft_what_one_does(made, tmp_path, variant) -> None:
-    """Token by token: a layer cut in two that was summed wrongly would guess something else."""
+    """Token by token: a layer cut in two that was summed wrongly would draft something else."""
     path = made(variant)
     asks = [request(name, prompt, max_tokens=14, ignore_eos=True) for name, prompt in PROMPTS.items()]
     alone = list(chunks_of(engine_of(path, tmp_path / "alone", **FLAGS), *asks))

@@ -49,7 +49,7 @@ def test_threads_that_are_asked_for_are_all_ranks_together(tiny_models) -> None:
     [
         (
             {"kt_max_deferred_experts_per_token": 1, "kt_enable_dynamic_expert_update": True},
-            "would come late on one rank",
+            "would be deferred on one rank",
         ),
         ({"map_experts": "always"}, "leave --map-experts out"),
         ({"kt_method": "INT4"}, r"28 rows of experts, which have groups of 32, cannot .* possible: 1$"),

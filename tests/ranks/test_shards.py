@@ -169,7 +169,7 @@ def test_what_a_cut_through_groups_holds(four, tmp_path) -> None:
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3-plain", "qwen3_next", "deepseek_v4-every", "dspark"])
 def test_a_draft_layer_is_divided_too(tiny_models, tmp_path, family) -> None:
-    block = family == "dspark"  # which says how likely its guesses are
+    block = family == "dspark"  # which says how likely its draft tokens are
     source, make = tiny_models["deepseek_v4-every" if block else family], block_drafted if block else drafted
     path = make(source, tmp_path / "drafted").path
     ranks = next(n for n in possible_ranks(load_model_config(path)) if n > 1)

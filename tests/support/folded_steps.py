@@ -35,7 +35,8 @@ def step_of(pieces: list[tuple[int, int, int]]) -> ForwardState:
 
 
 def channel_state(memory: Tensor, dtype: torch.dtype, places: int = 0) -> ChannelState:
-    """Memories [slots, H, D, D] of delta nets whose channels decay apart, with places for guesses that hold nothing."""
+    """Memories [slots, H, D, D] of delta nets whose channels decay apart, with places for draft tokens that hold
+    nothing."""
     slots, heads, dim = memory.shape[:3]
     mixed = torch.full((slots, places, 3 * heads * dim), torch.nan, dtype=memory.dtype, device=memory.device)
     forget, beta = (mixed.new_full((slots, places, n), torch.nan).to(dtype) for n in (heads * dim, heads))

@@ -1,4 +1,4 @@
-"""Prompts with images through the engine: Transformers' answers, whatever is cut, found, preempted or guessed."""
+"""Prompts with images through the engine: Transformers' answers, whatever is cut, found, preempted or drafted."""
 
 from __future__ import annotations
 
@@ -71,15 +71,15 @@ def test_answers_are_those_of_transformers(saved, variant: str, way: str) -> Non
     engine.close()
 
 
-def test_a_draft_layer_guesses_behind_images(saved, tmp_path) -> None:
-    """Its rows take placeholders for tokens: guesses may be worse there, answers are the same."""
+def test_a_draft_layer_drafts_behind_images(saved, tmp_path) -> None:
+    """Its rows take placeholders for tokens: draft tokens may be worse there, answers are the same."""
     path = saved("qwen3_5_moe")
     save_drafted(path, tmp_path / "drafted")
     engine = engine_of(tmp_path / "drafted", speculative_algorithm="NEXTN", disable_speculative_governor=True)
     found = answers(engine, *(request(name, each) for name, each in PROMPTS.items()))
     for name, each in PROMPTS.items():
         check(path, each, found[name, 0])
-    assert engine.stats().speculation.guesses > 0
+    assert engine.stats().speculation.draft_tokens > 0
     engine.close()
 
 

@@ -1,4 +1,4 @@
-"""Images of a request: what travels, and which are refused."""
+"""Images of a request: what is sent, and which are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DSpark, the draft of DeepSeek-V4's checkpoints since July 2026: three layers that guess five tokens at once."""
+"""DSpark, the draft of DeepSeek-V4's checkpoints since July 2026: three layers that draft five tokens at once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def with_block(keys: JsonKeys, model: ModelConfig, drafts: Drafts) -> ModelConfi
 
 
 def _why_not(keys: JsonKeys, model: ModelConfig, reads: tuple[int, ...], layers: int) -> str:
-    """Reason that the layers that guess a block are not computed here; "": they are."""
+    """Reason that the layers that draft a block are not computed here; "": they are."""
     count, ratios = len(model.layers), keys.get("compress_ratios")
     if not reads or list(reads) != sorted({*reads}) or not 0 <= reads[0] <= reads[-1] < count:
         return f"whose {KEYS}target_layer_ids {list(reads)} name no layers of the model in their order"

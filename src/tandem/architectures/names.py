@@ -84,7 +84,7 @@ class DraftNames:
     hidden_norm: str = "model.layers.{layer}.hnorm"
     projection: str = "model.layers.{layer}.eh_proj"
     norm: str = "model.layers.{layer}.shared_head.norm"
-    vocab: str = "model.layers.{layer}.d2t"  # of each token that is guessed: its number less its place, as EAGLE-3 has
+    vocab: str = "model.layers.{layer}.d2t"  # of each token that is drafted: its number less its place, as EAGLE-3 has
     hidden_projection: str = ""
     streams: str = ""
 
@@ -99,8 +99,9 @@ PLAIN_DRAFT_NAMES = DraftNames()
 
 @dataclass(frozen=True, slots=True)
 class BlockNames:
-    """Modules of layers that guess a block of tokens. {number}: a layer's number among them; {last}: the last one's.
-    earlier, later: of the two matrices that say which token follows which. confidence: of how likely a guess is."""
+    """Modules of layers that draft a block of tokens. {number}: a layer's number among them; {last}: the last one's.
+    earlier, later: of the two matrices that say which token follows which. confidence: of how likely a draft token
+    is."""
 
     layer: str = "mtp.{number}."
     projection: str = "mtp.0.main_proj"

@@ -99,7 +99,7 @@ def _positions(keys: JsonKeys, layers: tuple[Layer, ...]) -> int:
 
 def with_drafts(keys: JsonKeys, model: ModelConfig, *, count: int = 0) -> ModelConfig:
     """With a draft layer like the last one that looks back at tokens, where the checkpoint has some. Of several the
-    first guesses all tokens. Its feed-forward may be dense. count: what absent keys mean."""
+    first drafts all tokens. Its feed-forward may be dense. count: what absent keys mean."""
     counts = [keys.count(key, 0) for key in DRAFT_LAYERS if keys.get(key) is not None]
     layers = [layer for layer in model.layers if isinstance(layer.mixer, Attention) and layer.moe is not None]
     if not (max(counts, default=count) and layers):

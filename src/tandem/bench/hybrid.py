@@ -255,7 +255,7 @@ def build(
 ) -> Built:
     """empty: without routed experts. counted: as in the server, `ExpertUsage` counts who is chosen. chosen: what is
     computed instead, as in `SyntheticStore`. placement: instead of what flags say; CPU memory then has a place for
-    every expert. flags: more of `EngineConfig`'s; experts travel for long prompts where these say so."""
+    every expert. flags: more of `EngineConfig`'s; experts are streamed for long prompts where these say so."""
     meeting = request.place.meeting
     still = not flags.get("kt_enable_dynamic_expert_update", False)
     flags = {"kt_gpu_prefill_token_threshold": 0, "disable_dynamic_expert_update": still} | flags

@@ -42,14 +42,14 @@ from tandem.spec.model_config import ModelConfig
 
 SPLITS = 100
 LIVE = "live"
-WAYS = {"auto": None, "cpu": 0.0, "bus": 1.0, LIVE: None}  # the share of the experts in CPU memory that travels
+WAYS = {"auto": None, "cpu": 0.0, "bus": 1.0, LIVE: None}  # the streamed share of the experts in CPU memory
 STEPS_BETWEEN = 32  # that decode one token, between prompts, where experts may move
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillFlags:
-    """The flags of a run. chunk: tokens of a step at most; threshold: rows from which experts travel, None: where it
-    pays; cached: tokens before each prompt, whose keys and values are there; ways: of `WAYS`, measured in turn."""
+    """The flags of a run. chunk: tokens of a step at most; threshold: rows from which experts are streamed, None: where
+    it pays; cached: tokens before each prompt, whose keys and values are there; ways: of `WAYS`, measured in turn."""
 
     config: str
     formats: tuple[str, ...]
@@ -93,7 +93,7 @@ class Work:
         return min(self._seconds(rates, i / SPLITS) for i in range(SPLITS + 1))
 
     def _seconds(self, rates: Rates, streamed_share: float) -> float:
-        """travelling: of the experts in CPU memory."""
+        """streamed_share: of the experts in CPU memory."""
         cpu_share = 1 - self.gpu_share
         gpu_part, cpu_part = self.gpu_share + streamed_share * cpu_share, (1 - streamed_share) * cpu_share
         bus = streamed_share * cpu_share * self.expert_bytes / (rates.gpu.to_gpu_gbps * 1e9)

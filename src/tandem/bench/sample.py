@@ -272,7 +272,7 @@ def running_plan(question: PlanQuestion, small: Plan, model: ModelConfig) -> Run
 
 
 def _small_plan(question: PlanQuestion, plan: Plan, model: ModelConfig, tokens: int) -> Plan:
-    """Plan of a sample, for a sequence of so many tokens. Made-up weights guess nothing, and have no draft layer."""
+    """Plan of a sample, for a sequence of so many tokens. Made-up weights draft nothing, and have no draft layer."""
     dense, experts = _dense_format(question), _experts_format(question, plan)
     share = 0.0 if plan.gpu is None else plan.gpu.sizes.experts / max(1, question.model.routed_experts)
     config = dataclasses.replace(

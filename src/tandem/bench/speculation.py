@@ -1,4 +1,4 @@
-"""`kt bench decode --speculative`: decoding with guesses beside decoding without, in turn, on real prompts."""
+"""`kt bench decode --speculative`: decoding with draft tokens beside decoding without, in turn, on real prompts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ BEGUN = {  # how an answer begins; without it the demo model talks about the cod
 
 @dataclass(frozen=True, slots=True)
 class SpeculationFlags:
-    """The flags of a run. `tokens` of each answer are timed, `repeats` times each way; acceptances: of guesses
+    """The flags of a run. `tokens` of each answer are timed, `repeats` times each way; acceptances: of draft tokens
     from the known answer, instead of the algorithm's own."""
 
     model: str
@@ -62,8 +62,8 @@ class SpeculationFlags:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationRow:
-    """One measurement. ratio: the median of the turns' own. acceptance: wanted, or the share of the guesses that were
-    right; steps: most guesses of a sequence in a step."""
+    """One measurement. ratio: the median of the turns' own. acceptance: wanted, or the share of the draft tokens that
+    were accepted; steps: most draft tokens of a sequence in a step."""
 
     bench: str
     config: str
@@ -106,7 +106,7 @@ def measure(request: SpeculationFlags) -> Iterator[SpeculationRow]:
         parts = _parts(request, fmt)
         for batch in request.batches:
             for task in TASKS:
-                progress(f"{task}, batch {batch}: the answers without guesses")
+                progress(f"{task}, batch {batch}: the answers without drafts")
                 pair = _TimedAnswers(parts, task, batch, request)
                 for acceptance in request.acceptances or (None,):
                     progress(f"{task}, batch {batch}: {request.repeats} turns")
@@ -135,7 +135,7 @@ def _config(request: SpeculationFlags, model: str, fmt: str | None) -> EngineCon
 
 
 class _TimedAnswers:
-    """The same answers with guesses and without, one after the other."""
+    """The same answers with draft tokens and without, one after the other."""
 
     def __init__(self, parts: EngineParts, task: str, batch: int, request: SpeculationFlags) -> None:
         self._parts, self._request = parts, request
@@ -144,8 +144,8 @@ class _TimedAnswers:
         self._answers = {(str(i), 0): tokens for i, tokens in enumerate(self._timed(self._plain)[1])}
 
     def ratios(self, acceptance: float | None) -> tuple[list[tuple[float, float]], SpeculationStats]:
-        """(tokens per second with guesses, without) of every repeat; and what the engine says of them."""
-        engine = self._guessing(acceptance)
+        """(tokens per second with draft tokens, without) of every repeat; and what the engine says of them."""
+        engine = self._speculative_engine(acceptance)
         self._timed(engine)  # it learns what steps take
         turns = []
         for i in range(self._request.repeats):
@@ -156,7 +156,7 @@ class _TimedAnswers:
         assert stats is not None
         return turns, stats
 
-    def _guessing(self, acceptance: float | None) -> Engine:
+    def _speculative_engine(self, acceptance: float | None) -> Engine:
         request, parts = self._request, self._parts
         algorithm = "NGRAM" if parts.plan.speculation is None else parts.plan.speculation.algorithm
         speculation = SpeculationPlan(algorithm, request.most, request.governed)
@@ -198,7 +198,7 @@ def _row(
 ) -> SpeculationRow:
     turns, stats = pair.ratios(acceptance)
     machine: dict[str, Any] = stamp(machine_name(Machine.detect(), request.threads))
-    measured = stats.right_guesses / stats.guesses if stats.guesses else 0.0
+    measured = stats.accepted_tokens / stats.draft_tokens if stats.draft_tokens else 0.0
     return SpeculationRow(
         bench="speculation",
         config=request.config or Path(request.model).name,
@@ -211,16 +211,16 @@ def _row(
         governor=request.governed,
         batch=batch,
         gpu_share=0.0,
-        tok_s=round(statistics.median(guessing for guessing, _ in turns), 2),
+        tok_s=round(statistics.median(speculative for speculative, _ in turns), 2),
         plain_tok_s=round(statistics.median(plain for _, plain in turns), 2),
-        ratio=round(statistics.median(guessing / plain for guessing, plain in turns), 3),
+        ratio=round(statistics.median(speculative / plain for speculative, plain in turns), 3),
         **governed(stats),
         **machine,
     )
 
 
 def _algorithm(request: SpeculationFlags, acceptance: float | None) -> str:
-    """A draft layer does its work even where other guesses than its own count."""
+    """A draft layer does its work even where other draft tokens than its own count."""
     if acceptance is None:
         return request.algorithm
     algorithm = "DSPARK" if request.algorithm == "DSPARK" else "NEXTN"
@@ -228,7 +228,7 @@ def _algorithm(request: SpeculationFlags, acceptance: float | None) -> str:
 
 
 def table(rows: list[SpeculationRow]) -> Table:
-    ratios = Table(title="Decoding with guesses of next tokens, beside decoding without, in turn")
+    ratios = Table(title="Decoding with draft tokens, beside decoding without, in turn")
     for name in ("task", "format", "algorithm", "governor"):
         ratios.add_column(name)
     for name in ("batch", "steps", "acceptance", "tokens/s", "plain", "ratio"):
@@ -241,8 +241,8 @@ def table(rows: list[SpeculationRow]) -> Table:
 
 
 def governed(stats: SpeculationStats) -> dict[str, Any]:
-    """widths: how often a sequence had 0, 1, … guesses in a step. believed_ms: of a step where each sequence has so
-    many. believed_chances: that a guess comes, by kind; a draft layer's first, second, …"""
+    """widths: how often a sequence had 0, 1, … draft tokens in a step. believed_ms: of a step where each sequence has
+    so many. believed_chances: that a draft token is accepted, by kind; a draft layer's first, second, …"""
     return {
         "widths": list(stats.widths),
         "believed_ms": [round(1e3 * seconds, 3) for seconds in stats.believed_seconds],
@@ -259,4 +259,4 @@ def governed_text(row: dict[str, Any]) -> str:
     plain, *others = row["believed_ms"]
     slower = ", ".join(f"{each / plain:.2f}" for each in others)
     chances = ", ".join(f"{chance:.2f}" for chance in row["believed_chances"])
-    return f"{text}; believed: a step {plain:.1f} ms, with guesses {slower} x; right {chances}"
+    return f"{text}; believed: a step {plain:.1f} ms, with drafts {slower} x; accepted {chances}"

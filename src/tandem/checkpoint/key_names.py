@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from tandem.architectures import FAMILIES
 
 DRAFT = "mtp."
-"""Beginning of the names of layers that only guess: their numbers are their own."""
+"""Beginning of the names of layers that only draft: their numbers are their own."""
 
 _NUMBERED_DRAFT = re.compile(r"(?:model\.)?layers\.(\d+)\.e_proj\.")
 """Name of a matrix that only such a layer has, where it is counted with the others."""
@@ -100,7 +100,7 @@ def _from_deepseek(name: str, latent: bool) -> str:
 
 
 def _as_draft(name: str, drafts: list[int]) -> str:
-    """`model.layers.43.e_proj…` → `mtp.0.e_proj…`, where that is the first of the layers that guess."""
+    """`model.layers.43.e_proj…` → `mtp.0.e_proj…`, where that is the first of the draft layers."""
     parts = name.removeprefix("model.").split(".", 2)
     if parts[0] != "layers" or int(parts[1]) not in drafts:
         return name

@@ -78,6 +78,6 @@ def _block(part: TensorPart, shape: tuple[int, int], hints: QuantHints) -> Scali
 def _no_block(part: TensorPart, shape: tuple[int, int], hints: QuantHints) -> CheckpointError:
     sizes = ", ".join(f"[{rows}, {columns}]" for rows, columns in hints.blocks)
     tried = f"{hints.where} says blocks of {sizes}" if sizes else "blocks of [128, 128] do not fit"
-    guess = next((p for p in _POWERS if part.shape == tuple(groups_of(size, p) for size in shape)), 0)
-    advice = f"; try {hints.where}.weight_block_size = [{guess}, {guess}]" if guess and not sizes else ""
+    power = next((p for p in _POWERS if part.shape == tuple(groups_of(size, p) for size in shape)), 0)
+    advice = f"; try {hints.where}.weight_block_size = [{power}, {power}]" if power and not sizes else ""
     return part.wrong(f"has shape {part.shape}, but its weight has {shape} and {tried}{advice}")

@@ -61,18 +61,21 @@ Int8Activations = Annotated[
 ]
 Deterministic = Annotated[bool, typer.Option("--deterministic", help="with --enable-deterministic-inference")]
 Speculative = Annotated[
-    str | None, typer.Option(help="with guesses of next tokens, and without, in turn: NGRAM, NEXTN")
+    str | None, typer.Option(help="with draft tokens and without, in turn: NGRAM, NEXTN")
 ]
 MostDraftTokens = Annotated[
     int | None,
     typer.Option(
-        "--speculative-num-steps", min=1, max=63, help="most guesses of a sequence in a step (7, NEXTN: 3, DSPARK: 5)"
+        "--speculative-num-steps", min=1, max=63,
+        help="most draft tokens of a sequence in a step (7, NEXTN: 3, DSPARK: 5)",
     ),
-]
+]  # fmt: skip
 Acceptances = Annotated[
-    list[float] | None, typer.Option(min=0, max=1, help="with --speculative: so many guesses are right")
+    list[float] | None, typer.Option(min=0, max=1, help="with --speculative: so many draft tokens are accepted")
 ]
-Governed = Annotated[bool, typer.Option("--governor/--no-governor", help="with --speculative: as many guesses as pay")]
+Governed = Annotated[
+    bool, typer.Option("--governor/--no-governor", help="with --speculative: as many draft tokens as pay")
+]
 
 
 def explain_steps() -> ModuleType:

@@ -22,8 +22,8 @@ GpuShares = Annotated[
         help="of its experts on a GPU, for each format",
     ),
 ]
-Late = Annotated[
-    int, typer.Option("--late", min=0, metavar="N", help="with N late experts of a token, too")
+Deferred = Annotated[
+    int, typer.Option("--late", min=0, metavar="N", help="with N deferred experts of a token, too")
 ]
 LateAsServed = Annotated[
     int, typer.Option("--kt-max-deferred-experts-per-token", min=0, hidden=True)
@@ -48,7 +48,7 @@ def quality(
     layer_kl: LayerKl = False,
     kt_int8_activations: Int8Activations = False,
     kt_gpu_experts_ratio: GpuShares = None,
-    deferred: Late = 0,
+    deferred: Deferred = 0,
     kt_max_deferred_experts_per_token: LateAsServed = 0,
     kv_cache_dtype: KvCacheDtype = None,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32")] = "auto",

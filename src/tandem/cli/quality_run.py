@@ -65,8 +65,8 @@ class QualityFlags:
 
         if self.deferred and self.layer_kl:
             raise ConfigError(
-                "--layer-kl measures a layer alone, but late experts are added in the next one: leave out --layer-kl "
-                "or --kt-max-deferred-experts-per-token"
+                "--layer-kl measures a layer alone, but deferred experts are added in the next one: leave out "
+                "--layer-kl or --kt-max-deferred-experts-per-token"
             )
 
     @property
@@ -106,7 +106,7 @@ def _label(variant: Variant) -> str:
     label = (variant.method or "as stored") + (" A8" if variant.int8_activations else "")
     if variant.gpu_share is not None:
         label += f", {variant.gpu_share:.0%} on the GPU"
-    label += f", {variant.deferred} late" if variant.deferred else ""
+    label += f", {variant.deferred} deferred" if variant.deferred else ""
     return label if variant.cached == "auto" else f"{label}, KV cache {variant.cached}"
 
 

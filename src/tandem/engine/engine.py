@@ -173,7 +173,7 @@ class Engine:
         chunks = self._scheduler.next(pauses, pipelines=not recording)
         if self._rows_ahead is not None:
             self._rows_ahead.of_prompts(chunks)
-        drawing = perf_counter() - started  # guesses
+        drawing = perf_counter() - started  # of draft tokens
         decode_rows = self._scheduler.decode_rows
         if pauses and any(chunk.prefills for chunk in chunks[decode_rows:]):
             chunks = self._overlap.take(chunks)
@@ -218,7 +218,7 @@ class Engine:
         return shared if len(chunks) == 1 and chunks[0].length > shared else 0
 
     def _run(self, step: Step, prefill: StepOverlap | None, drawing: float) -> list[TokenOutput]:
-        """The seconds that it takes tell the pace and the guesses' governor."""
+        """The seconds that it takes tell the pace and the governor of drafts."""
         started, has_prefill = perf_counter(), step.has_prefill
         outcome = self._tried(step.chunks, partial(self._computed, step, prefill))
         seconds = perf_counter() - started - (0.0 if prefill is None else prefill.overtook)
@@ -313,7 +313,7 @@ class Engine:
             if turn.sequence.scores_prompt:
                 score_prompt(turn.chunk, logits.fetched(slice(turn.row + 1 - turn.chunk.logits, turn.row + 1)))
         active = [turn for turn in turns if turn.chunk.samples or self._commit(turn, None)]
-        while active:  # once, and again for those whose guess was right
+        while active:  # once, and again for those whose draft token is accepted
             tokens = self._chosen(logits, active)
             active = [turn for turn, sampled in zip(active, tokens, strict=False) if self._commit(turn, sampled)]
         if self._rows_ahead is not None:
@@ -397,4 +397,4 @@ def _tell(draft_tokens: Speculation | None, turns: list[SequenceOutput], seconds
         if draft_tokens is not None:
             draft_tokens.ran(turns, seconds)
     except Exception:
-        _log.exception("nothing was learnt from a step's guesses")
+        _log.exception("nothing was learnt from a step's drafts")

@@ -43,7 +43,7 @@ def expert_usage(
     if not model.moe_layers:
         return None
     router, layers = model.moe.router, len(model.moe_layers if gpu_experts is None else gpu_experts)
-    # Rows of wrong guesses are taken back by their ids.
+    # Rows of rejected draft tokens are taken back by their ids.
     by_row = config.expert_distribution_recorder_mode == "per_token" or plan.speculation is not None
     graphs = () if plan.gpu is None else plan.gpu.graph_sizes
     chosen = (max(plan.max_step_tokens, *graphs, 0), router.top_k) if by_row else None
@@ -141,7 +141,8 @@ class ExpertMeter:
 
 
 def count_step(meter: ExpertMeter | None, recorder: ExpertRecorder | None, turns: Sequence[SequenceOutput]) -> None:
-    """After a step. Rows of wrong guesses were never tokens: the model has counted them, and they are taken back."""
+    """After a step. Rows of rejected draft tokens were never tokens: the model has counted them; they are taken
+    back."""
     wrong = [row for turn in turns if turn.chunk.draft_tokens for row in turn.rejected]
     if wrong and meter is not None:
         meter.take_back(wrong)

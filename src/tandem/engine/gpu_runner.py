@@ -48,8 +48,8 @@ def _on(device: torch.device) -> None:
 
 
 def _masks(chunks: Rows[Chunk]) -> RowMasks:
-    """Where the masks of the rows of a step that may be replayed will be. What may come after a guess is known when the
-    guess has come; rows before a prompt's last one choose nothing."""
+    """Where the masks of the rows of a step that may be replayed will be. What may come after a draft token is known
+    when it is accepted; rows before a prompt's last one choose nothing."""
     masks = places_of([chunk.sequence for chunk in chunks])
     if not masks or all(chunk.logits == 1 for chunk in chunks):
         return masks
@@ -83,8 +83,8 @@ def _or_else(let_end: Callable[[], None]) -> Iterator[None]:
 
 
 class GpuRunner:
-    """A step whose rows are all decode rows and fit a graph is replayed; others run kernel by kernel. A row of a guess
-    is a decode row, too (`BatchArrays`).
+    """A step whose rows are all decode rows and fit a graph is replayed; others run kernel by kernel. A row of a draft
+    token is a decode row, too (`BatchArrays`).
 
     A batch smaller than its graph is filled up with copies of its last row: they compute and write the same. Kernels
     that change what a sequence keeps in its slot know copies by their slot, 0, and give them the last row's result.
@@ -115,7 +115,7 @@ class GpuRunner:
         own, paused = regions(graphs.images_from, shape.max_tokens)
         self._arrays = arrays(row_per_sequence=True, images_from=own)
         self._paused = arrays(pinned=self._device.type == "cuda", images_from=paused)
-        self._speculative = False  # whether the last step had rows of guesses that are not settled yet
+        self._speculative = False  # whether the last step had rows of draft tokens that are not settled yet
         self._rows, self._best = HostRows(handoff.device), BestRows(shape.max_tokens, handoff.device)
         self._end = StepEnd(handoff.device)
         self._graphs = GraphPool()
@@ -157,7 +157,7 @@ class GpuRunner:
             self._model, self._usage, self._live = before
 
     def run_kernels(self, chunks: Rows[Chunk], streamed: Rows[int] = ()) -> DeviceLogits:
-        """As `run`, kernel by kernel, whatever graphs there are. streamed: layers whose experts travel."""
+        """As `run`, kernel by kernel, whatever graphs there are. streamed: layers whose experts are streamed."""
         with torch.inference_mode(), self._streams.side_stream():
             batch = self._arrays.fill(chunks)
             device_batch = moved(batch, self._device)
@@ -354,7 +354,7 @@ class GpuRunner:
     ) -> DeviceLogits:
         """Ends the step: so its time is known, and the pinned images are free again. The CPU has done its part, so
         experts may change places while the GPU does the rest of its own: their copies come after it. After rows of
-        guesses they wait until wrong ones are no longer counted (`commit`)."""
+        draft tokens they wait until rejected ones are no longer counted (`commit`)."""
         if self._live is not None and not self._speculative:
             self._live.after_step(self._end.passed)
         device_logits = DeviceLogits(logits, best, self._rows, masked=[mask is not None for mask in masked])

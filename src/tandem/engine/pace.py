@@ -16,8 +16,8 @@ SLICE_OF_STEP = (
 class PrefillPace:
     """Learns tokens per second from steps that had enough tokens to tell.
 
-    Where experts travel to the GPU, a step takes about the same time for any number of rows. If that is short, others
-    wait for whole chunks; if not, only steps that others waited in say how long such steps take.
+    Where experts are streamed to the GPU, a step takes about the same time for any number of rows. If that is short,
+    others wait for whole chunks; if not, only steps that others waited in say how long such steps take.
     """
 
     def __init__(
@@ -30,11 +30,11 @@ class PrefillPace:
         shared: int = 0,
         pipelined: int = 1,
     ) -> None:
-        """streams: experts travel in long steps. whole_chunks: such steps are short enough to be waited for. pieces:
-        that a chunk can be cut into, so that others wait for one of them; 1: it is a step. overlap_tokens: tokens of a
-        chunk that a device computes beside those who decode; 0: as time allows. shared: of all prompts in a step that
-        others wait in, at most; 0: the step's. pipelined: chunks of `max_step_tokens` of one prompt, at most, in a step
-        that nobody else is in: stages compute them one behind the other."""
+        """streams: experts are streamed in long steps. whole_chunks: such steps are short enough to be waited for.
+        pieces: that a chunk can be cut into, so that others wait for one of them; 1: it is a step. overlap_tokens:
+        tokens of a chunk that a device computes beside those who decode; 0: as time allows. shared: of all prompts in a
+        step that others wait in, at most; 0: the step's. pipelined: chunks of `max_step_tokens` of one prompt, at most,
+        in a step that nobody else is in: stages compute them one behind the other."""
         self._max_step_tokens, self._streams, self._whole_chunks = max_step_tokens, streams, whole_chunks
         self._tokens_per_second: float | None = None
         self._pieces, self._overlap_tokens, self._decoding_seconds = pieces, overlap_tokens, 0.0

@@ -117,21 +117,28 @@ class ExpertStats(msgspec.Struct, frozen=True, kw_only=True):
     hint_bytes: int = 0  # of foreseen experts that were fetched before they were computed
 
 
-class SpeculationStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Gains of guessed tokens since start. Only steps without prompts are meant."""
+_JSON_NAMES = {
+    "draft_steps": "guess_steps", "draft_step_tokens": "guess_step_tokens",
+    "draft_tokens": "guesses", "accepted_tokens": "right_guesses",
+}  # fmt: skip
+"""What dashboards read in `/get_server_info`; its names stay."""
+
+
+class SpeculationStats(msgspec.Struct, frozen=True, kw_only=True, rename=_JSON_NAMES):
+    """Gains of draft tokens since start. Only steps without prompts are meant."""
 
     algorithm: str
-    governed: bool  # whether each step's guesses are as many as pay
-    most: int  # guesses of a sequence in a step
+    governed: bool  # whether each step has as many draft tokens as pay
+    most: int  # draft tokens of a sequence in a step
     steps: int = 0
-    guess_steps: int = 0  # those that had guesses
-    guess_step_tokens: int = 0  # what all sequences got in these
-    guesses: int = 0
-    right_guesses: int = 0
-    widths: list[int] = []  # how often a sequence had 0, 1, … guesses in a step
-    saved_seconds: float = 0.0  # of steps, beside what the same tokens would have taken without guesses
-    believed_seconds: list[float] = []  # of a step like the last, by guesses of each sequence: 0, 1, …; empty: unknown
-    believed_chances: list[float] = []  # that a guess comes if those before it do, by kind, as the governor counts them
+    draft_steps: int = 0  # those that had draft tokens
+    draft_step_tokens: int = 0  # what all sequences got in these
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    widths: list[int] = []  # how often a sequence had 0, 1, … draft tokens in a step
+    saved_seconds: float = 0.0  # of steps, beside what the same tokens would have taken without drafts
+    believed_seconds: list[float] = []  # of a step like the last, by draft tokens of each sequence; empty: unknown
+    believed_chances: list[float] = []  # that a draft token is accepted if those before it are, by kind: the governor's
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
@@ -154,4 +161,4 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     image_seconds: float = 0.0  # that the tower computed them
     late_kernels: int = 0  # of a GPU, compiled or loaded from a cache after the engine was ready
     experts: ExpertStats | None = None  # None: a dense model
-    speculation: SpeculationStats | None = None  # None: nothing is guessed
+    speculation: SpeculationStats | None = None  # None: nothing is drafted

@@ -14,19 +14,19 @@ from tandem.engine.state.store import StateStore
 from tandem.engine.step.step import Step
 
 # Logits rows of prompts (prompt_logprobs) in one step: they are float32 x vocabulary each, 0.2-0.6 MB.
-# Rows of guesses count as well.
+# Rows of draft tokens count as well.
 MAX_PROMPT_LOGITS_ROWS = 256
 
 
 Grow = Callable[[Sequence, int], bool]
-"""Gets a sequence pages for so many guesses. False: there are none for them."""
+"""Gets a sequence pages for so many draft tokens. False: there are none for them."""
 
 
 class Proposer(Protocol):
     """Says what may come next."""
 
     def draft_tokens(self, sequences: Rows[Sequence], room: int, grow: Grow) -> Rows[tuple[int, ...]]:
-        """Guessed tokens of each sequence, for the next step: at most `room` in all, and those that fit pages."""
+        """Draft tokens of each sequence, for the next step: at most `room` in all, and those that fit pages."""
         ...
 
     def forget(self, sequence: Sequence) -> None:
@@ -57,7 +57,7 @@ class Scheduler:
         on_admit: Callable[[Sequence], None] | None = None,
     ) -> None:
         """pace: None for that of steps which take as long as they have tokens. proposer: None where nothing is
-        guessed. on_admit: called before a sequence's first chunk is cut."""
+        drafted. on_admit: called before a sequence's first chunk is cut."""
         self._store = store
         self.pace = pace or PrefillPace(max_step_tokens)
         # Each running sequence needs at least one row of a step, or the youngest could starve.
@@ -104,7 +104,7 @@ class Scheduler:
             return chunks
         if self.waiting or decoding < len(self.running):
             chunks += self.prompts(decoding, pauses, pipelines)
-        # Beside a prompt a guess would wait longer than it saves, and its cost could not be measured.
+        # Beside a prompt a draft would wait longer than it saves, and its cost could not be measured.
         return self._with_drafts(chunks) if chunks and len(chunks) == decoding else chunks
 
     def prompts(self, decoding: int, pauses: bool = True, pipelines: bool = False) -> list[Chunk]:
@@ -123,7 +123,7 @@ class Scheduler:
         return chunks
 
     def _with_drafts(self, chunks: list[Chunk]) -> list[Chunk]:
-        """Decode rows, and behind them rows of guesses. Nobody loses a page for a guess: each can have its next one."""
+        """Decode rows, and behind them rows of drafts. Nobody loses a page for a draft: each can have its next one."""
         room = self._most_logits_rows - len(chunks)
         if self._proposer is None or room <= 0:
             return chunks
@@ -156,7 +156,7 @@ class Scheduler:
         self._store.trim_window(sequence)
 
     def accept(self, sequence: Sequence) -> None:
-        """The token appended last was guessed: the next row of the chunk that has run counts as well."""
+        """The token appended last is an accepted draft: the next row of the chunk that has run counts as well."""
         sequence.advance(1)
         self._store.snapshot(sequence)
         self._store.trim_window(sequence)

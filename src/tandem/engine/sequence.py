@@ -40,7 +40,7 @@ class Sequence:
 
     Lengths, in tokens: 0 < prompt_len <= total_len <= max_len, and computed_len <= total_len is how many of them have
     their K and V in pages. A sequence is decoding when exactly one token, the newest, is not computed yet.
-    state_len <= computed_len: tokens that its slot's folds hold. Guesses that came are computed, and folded later.
+    state_len <= computed_len: tokens that its slot's folds hold. Accepted draft tokens are computed, and folded later.
     """
 
     __slots__ = (
@@ -168,7 +168,7 @@ class Sequence:
         return pages
 
     def pages_wanted(self, draft_tokens: int = 0) -> int:
-        """Pages that hold all tokens known now, and so many that are guessed."""
+        """Pages that hold all tokens known now, and so many that are drafted."""
         return -(-(len(self.tokens) + draft_tokens) // self.page_size)
 
     @property
@@ -268,7 +268,7 @@ class Chunk(NamedTuple):
 
     @property
     def tokens(self) -> list[int]:
-        """Token ids of its rows, guesses last."""
+        """Token ids of its rows, draft tokens last."""
         return [*self.sequence.tokens[self.first : self.first + self.num_verified], *self.draft_tokens]
 
     def cut(self, most: int) -> list[Chunk]:

@@ -29,14 +29,14 @@ from tandem.kernels.packed.cache import KeptLayer
 
 
 class Deferral(NamedTuple):
-    """Rule for late experts: of a token's first `routed` ones, the `kept` of the largest weights are not late. Of equal
-    weights the earlier one counts as larger. What follows these (shared experts) is never late."""
+    """Rule for deferred experts: of a token's first `routed` ones, the `kept` of the largest weights are not deferred.
+    Of equal weights the earlier one counts as larger. What follows these (shared experts) is never deferred."""
 
     kept: int
     routed: int
 
-    def late_mask(self, routing: Routing) -> Tensor:
-        """bool [T, k]: which pairs are late; those with a slot on the GPU are not."""
+    def deferred_mask(self, routing: Routing) -> Tensor:
+        """bool [T, k]: which pairs are deferred; those with a slot on the GPU are not."""
         weights = routing.weights[:, : self.routed]
         order = torch.sort(weights, dim=-1, descending=True, stable=True).indices
         mask = torch.zeros_like(routing.ids, dtype=torch.bool)
@@ -46,7 +46,7 @@ class Deferral(NamedTuple):
 
 def who_defers(on_cpu: Sequence[bool]) -> list[bool]:
     """on_cpu: whether each layer with experts has some in CPU memory. A layer defers if the next one asks the CPU, too:
-    its answer brings what is late."""
+    its answer brings what is deferred."""
     return [mine and following for mine, following in pairwise([*on_cpu, False])]
 
 
@@ -67,7 +67,7 @@ class DeferredTicket:
 
 
 class DeferredExperts:
-    """`RoutedExperts` of a layer, some late. Every row counts as one of a decode step."""
+    """`RoutedExperts` of a layer, some deferred. Every row counts as one of a decode step."""
 
     def __init__(self, inner: RoutedExperts, deferral: Deferral | None, due: DeferredSum) -> None:
         """deferral: None for a layer that only takes what is due."""
@@ -103,11 +103,11 @@ class DeferredExperts:
         """x [T, hidden], routing [T, k]."""
         if self._deferral is None:
             return DeferredTicket(self._inner.submit(x, routing), x, None)
-        late_pairs = self._deferral.late_mask(routing)
-        return DeferredTicket(self._inner.submit(x, _only(routing, ~late_pairs)), x, _only(routing, late_pairs))
+        deferred = self._deferral.deferred_mask(routing)
+        return DeferredTicket(self._inner.submit(x, _only(routing, ~deferred)), x, _only(routing, deferred))
 
     def wait(self, ticket: DeferredTicket) -> Tensor:
-        """sum over k of weight * expert(x), without those that are late and with what was due: [T, hidden]."""
+        """sum over k of weight * expert(x), without those that are deferred and with what was due: [T, hidden]."""
         total = self._inner.wait(ticket.inner)
         due, self._due.sum = self._due.sum, None
         if ticket.deferred is not None:

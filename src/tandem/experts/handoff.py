@@ -10,8 +10,8 @@ The GPU's every wait is bounded: if the CPU's side throws, hangs or is gone, the
 `patience_seconds`, and the stream runs to its end. A throw or a late answer is the step's EngineError. A worker that
 hangs for ever is the supervisor's: its watchdog ends the process.
 
-Experts may be late in graphs (`Deferral`): of a layer that defers, the CPU computes a token's weakest experts after its
-answer, and their sum comes with the next one. Posts take turns between two halves of the mailbox for that.
+Experts may be deferred in graphs (`Deferral`): of a layer that defers, the CPU computes a token's weakest experts after
+its answer. Their sum comes with the next one. Posts take turns between two halves of the mailbox for that.
 
 In graphs of few rows the GPU also says which experts the next layer will probably want. The CPU fetches their weights
 while it waits for that layer's post (csrc/experts/run/foresight.h). No result depends on it.
@@ -66,7 +66,7 @@ class Handoff:
         return len(self._layers) - 1
 
     def defer(self, layer: int, deferral: Deferral) -> None:
-        """In graphs, experts of this layer may be late. Before any is recorded; another post follows in each."""
+        """In graphs, experts of this layer may be deferred. Before any is recorded; another post follows in each."""
         self._deferring[layer] = deferral
         if self._mailbox is not None:
             self._mailbox.defer(layer, deferral)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class HandoffSizes:
-    """mailbox_tokens: of the largest graph; tokens: of the largest step; late: experts may be, in graphs."""
+    """mailbox_tokens: of the largest graph; tokens: of the largest step; deferred: experts may be, in graphs."""
 
     mailbox_tokens: int
     tokens: int

@@ -37,7 +37,7 @@ with: 0.4 experts 337, 318; 0.8: 288, 295; 1.2: 257, 268; of 4 rows 1.6: 783, 78
 @dataclass(frozen=True, slots=True)
 class HybridTicket:
     """A batch under way: each pair's slot on the GPU or -1, what the GPU's experts add, whether the CPU has a part, and
-    whether experts travel meanwhile."""
+    whether experts are streamed meanwhile."""
 
     slots: Tensor
     partial: PartialSums | None
@@ -69,8 +69,8 @@ class HybridExperts:
     ) -> None:
         """slot_of int32 [experts]: the slot of those on the GPU, else -1. A side without experts is None. whole: makes
         an empty layer of all of them in CPU memory, for packed caches. own_memory: they are
-        not used in a file, for they may change places, or travel. shared: how many of the last ones are on the GPU and
-        every row's, chosen by no router."""
+        not used in a file, for they may change places, or be streamed. shared: how many of the last ones are on the GPU
+        and every row's, chosen by no router."""
         self._slot_of, self._gpu, self._cpu, self._handoff, self._whole = slot_of, gpu, cpu, handoff, whole
         self._sides: list[Side] = []
         if gpu is not None:
@@ -126,7 +126,7 @@ class HybridExperts:
         self._handoff.last = self._number
 
     def defer(self, most: int) -> None:
-        """In graphs, up to `most` of a token's experts are late (`deferral`)."""
+        """In graphs, up to `most` of a token's experts are deferred (`deferral`)."""
         routed = self._handoff.sizes.top_k - self._shared
         self._handoff.defer(self._number, Deferral(max(0, routed - most), routed))
 
@@ -173,7 +173,7 @@ class HybridExperts:
     def _submit_streamed(
         self, stream: ExpertStream, x: Tensor, routing: Routing, slots: Tensor
     ) -> HybridTicket:
-        """The CPU gets what neither is on the GPU nor travels there."""
+        """The CPU gets what neither is on the GPU nor streamed there."""
         keys, shared = stream.keys(self.index, routing.ids, slots), stream.leaves_some(self.index)
         if shared:
             self._handoff.copies.send(x, routing, keys)

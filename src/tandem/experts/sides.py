@@ -71,7 +71,7 @@ class DeviceExperts:
 
 
 class HostExperts:
-    """Experts in CPU memory. own_memory: they are not used in a file, for they may change places, or travel."""
+    """Experts in CPU memory. own_memory: they are not used in a file, for they may change places, or be streamed."""
 
     def __init__(self, layer: PackedExperts, experts: Sequence[int], own_memory: bool) -> None:
         self._layer, self.experts, self._own_memory = layer, experts, own_memory

@@ -279,18 +279,18 @@ class EngineConfig:
 
     # --- speculative decoding
     speculative_algorithm: str | None = flag(
-        None, "Who guesses: NGRAM the text itself, NEXTN the draft layer.", group=DRAFT,
+        None, "Who drafts: NGRAM the text itself, NEXTN the draft layer.", group=DRAFT,
         choices=["NGRAM", "NEXTN", "EAGLE", "DSPARK"],
     )  # fmt: skip
     speculative_draft_model_path: str | None = flag(
         None, "Directory of a draft layer; default: the checkpoint's own.", group=DRAFT
     )
     speculative_num_steps: int | None = flag(
-        None, "Most guesses of one in a step; default: 7, NEXTN: 3, DSPARK: 5.", group=DRAFT, minimum=1,
+        None, "Most draft tokens of one in a step; default: 7, NEXTN: 3, DSPARK: 5.", group=DRAFT, minimum=1,
         maximum=63,
     )  # fmt: skip
     speculative_eagle_topk: int | None = flag(
-        None, "Branches per draft step.", group=DRAFT, minimum=1, later="Use 1: guesses are a chain.", neutral=[1]
+        None, "Branches per draft step.", group=DRAFT, minimum=1, later="Use 1: drafts are a chain.", neutral=[1]
     )
     speculative_num_draft_tokens: int | None = flag(
         None, "The same and one more: rows of a sequence in a step.", group=DRAFT, minimum=2, maximum=64
@@ -305,7 +305,7 @@ class EngineConfig:
         16, "Most tokens that it compares.", group=DRAFT, minimum=1, maximum=64
     )
     disable_speculative_governor: bool = flag(
-        False, "Always use all guesses, even if they cost more.", group=DRAFT
+        False, "Always use all draft tokens, even if they cost more.", group=DRAFT
     )
 
     # --- expert statistics

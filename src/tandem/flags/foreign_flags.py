@@ -27,7 +27,7 @@ _PREFIXES = "equal beginnings of prompts are shared; leave the flag out, or give
 _PINNED = "each worker thread stays on its core: --kt-cpuinfer says how many, taskset which cores"
 _PROXY = "a reverse proxy in front of the server does that"
 _LOG = "give --log-level"
-_GUESSES = "give --speculative-num-steps"
+_NUM_STEPS = "give --speculative-num-steps"
 
 FOREIGN = {
     "--quantization": f"{_WEIGHTS}. --kt-method converts experts while loading",
@@ -81,10 +81,10 @@ FOREIGN = {
     "--top-p": _PER_REQUEST,
     "--min-p": _PER_REQUEST,
     "--repeat-penalty": _PER_REQUEST,
-    "--speculative-dspark-block-size": f"a block has as many tokens as the checkpoint says; for fewer, {_GUESSES}",
-    "--speculative-dspark-confidence-threshold": "rows go to guesses that pay, as measured; leave the flag out",
-    "--model-draft": "give --speculative-algorithm: guesses come from the text or from the model's draft layer",
-    "-md": "give --speculative-algorithm: guesses come from the text or from the model's draft layer",
+    "--speculative-dspark-block-size": f"a block has as many tokens as the checkpoint says; for fewer, {_NUM_STEPS}",
+    "--speculative-dspark-confidence-threshold": "rows go to draft tokens that pay, as measured; leave the flag out",
+    "--model-draft": "give --speculative-algorithm: drafts come from the text or from the model's draft layer",
+    "-md": "give --speculative-algorithm: drafts come from the text or from the model's draft layer",
     "--tensor-split": _ONE_GPU,
     "-ts": _ONE_GPU,
     "--split-mode": _ONE_GPU,
@@ -184,9 +184,9 @@ FOREIGN = {
     "--cpu-range": _PINNED,
     "--cpu-strict": _PINNED,
     "--prio": "nice gives the server another priority",
-    "--draft": _GUESSES,
-    "--draft-max": _GUESSES,
-    "--draft-n": _GUESSES,
+    "--draft": _NUM_STEPS,
+    "--draft-max": _NUM_STEPS,
+    "--draft-n": _NUM_STEPS,
     "-dev": _ONE_GPU,
     "--enable-dp-attention": _DP,
     "--enable-expert-parallel": _ONE_MODEL,

@@ -20,7 +20,7 @@ _E2M1_STEPS = (0.5, 0.5, 0.5, 0.5, 1.0, 1.0, 2.0)  # from a neighbour to the nex
 
 
 class IntegerGrid(NamedTuple):
-    """Codes low … high. First guesses of a scale give the weight of the largest magnitude the code `likely`, or one up
+    """Codes low … high. Initial scales give the weight of the largest magnitude the code `likely`, or one up
     to `spread` away.
 
     int4 uses all 16 codes: that weight's code is negative, so a scale may be negative.
@@ -48,7 +48,7 @@ def fit_groups(
 ) -> tuple[Tensor, Tensor]:
     """int8 codes [n, K] and bfloat16 scales [n, K / group]; `group` divides K.
 
-    Each first guess of a scale gives codes q, and these give their best scale s = <w, q> / <q, q>. The guess with the
+    Each initial scale gives codes q, and these give their best scale s = <w, q> / <q, q>. The one with the
     least error wins: |w - s q|^2 = |w|^2 - <w, q>^2 / <q, q>. With the rounded scale, codes are made anew.
     importance [K] >= 0: how much the squared error of a column counts (1 everywhere if None).
     """

@@ -85,7 +85,7 @@ class StepRows:
 
 
 class StepContext(Protocol):
-    """Rows of a step: none is a guess, where nothing else is said. The C++ core asks for `batch` alone."""
+    """Rows of a step: none is a draft token, where nothing else is said. The C++ core asks for `batch` alone."""
 
     @property
     def batch(self) -> KernelBatch: ...

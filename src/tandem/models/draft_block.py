@@ -1,4 +1,4 @@
-"""`DraftBlock`: layers that guess a block of tokens at once (`spec.drafts.DraftBlockShape`), in `Ops` only."""
+"""`DraftBlock`: layers that draft a block of tokens at once (`spec.drafts.DraftBlockShape`), in `Ops` only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Embedding = Callable[[Tensor], Tensor]
 
 class DraftBlock:
     """Row p of a batch is of the model's hidden state at p, and has the token at p + 1. Behind a row that is wanted the
-    tokens at p + 2 and on are guessed, as many as the block has."""
+    tokens at p + 2 and on are drafted, as many as the block has."""
 
     def __init__(self, b: Builder, names: Names) -> None:
         config, drafter = b.config, b.config.drafter
@@ -44,7 +44,7 @@ class DraftBlock:
     def __call__(
         self, embedding: Embedding, head: Linear, batch: ForwardBatch, states: States
     ) -> tuple[Tensor, Tensor]:
-        """Guesses behind batch.logits_rows, int64 [R, n], and how likely each is if those before it come, float32
+        """Draft tokens behind batch.logits_rows, int64 [R, n], and how likely each is, given those before it, float32
         [R, n]. states: each layer's ring, then the model's hidden states."""
         rings = [arrays[0] for arrays in states[:-1]]
         self._keep(batch, rings, states[-1][0])
@@ -96,7 +96,8 @@ def _attention(layer: DecoderLayer) -> SeesBlocks:
 
 
 class _TokenPairs:
-    """Which token follows which: the token before a guess moves its logits. So a block's guesses are made in turn."""
+    """Which token follows which: the token before a draft token moves its logits. So a block's draft tokens are made in
+    turn."""
 
     def __init__(self, b: Builder, at: BlockNames, rank: int) -> None:
         vocab, self._dtype = b.config.vocab, b.dtype
@@ -116,7 +117,7 @@ class _TokenPairs:
         return torch.stack(draft_tokens[1:], 1), torch.stack(chances, 1)
 
     def _chance(self, x: Tensor, earlier: Tensor) -> Tensor:
-        """That a guess comes, [R]; 1 where the checkpoint does not say."""
+        """That a draft token is accepted, [R]; 1 where the checkpoint does not say."""
         if self._confidence_head is None:
             return x.new_ones(len(x), dtype=torch.float32)
         return torch.mv(torch.cat((x, earlier), 1).float(), self._confidence_head).sigmoid()

@@ -1,4 +1,4 @@
-"""`DraftLayer`: a layer that guesses tokens from the model's own hidden states, written in `Ops` only."""
+"""`DraftLayer`: a layer that drafts tokens from the model's own hidden states, written in `Ops` only."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tandem.spec.norm import Norm
 
 
 class DraftLayer:
-    """Row p of a batch is of the hidden state at p and of the token at p + 1, and guesses the one at p + 2."""
+    """Row p of a batch is of the hidden state at p and of the token at p + 1, and drafts the one at p + 2."""
 
     def __init__(self, b: Builder, names: Names) -> None:
         config, at = b.config, draft_names(b.config)
@@ -44,7 +44,7 @@ class DraftLayer:
             )
         self.ending: Residual = OneStream(b.ops) if hyper is None else summed_up(b, hyper, at.streams)
         self._in_slots = window_of(config.drafter.states(config.hidden)) > 0
-        self.ids: Tensor | None = None  # of the tokens that are guessed; None: all
+        self.ids: Tensor | None = None  # of the tokens that are drafted; None: all
         if vocab := config.drafter.vocab:
             places = b.checkpoint.get(at.vocab, (vocab,), whole=True)
             ids = places.long() + torch.arange(vocab)
@@ -171,7 +171,7 @@ class TensorNames(Protocol):
 def with_stored_drafts(model: ModelConfig, checkpoint: TensorNames, algorithm: str | None) -> ModelConfig:
     """The model, without a draft layer that its config.json has and the checkpoint does not. algorithm: the algorithm.
 
-    Raises ConfigError where that layer is to guess.
+    Raises ConfigError where that layer is to draft.
     """
     if model.drafts is None:
         return model

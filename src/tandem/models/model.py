@@ -71,7 +71,7 @@ class Model:
         [R, vocab]."""
         embedded = self._embedded(batch)
         rows = len(embedded)
-        # As in decode steps, with guesses or without.
+        # As in decode steps, with drafts or without.
         all_rows = rows == len(batch.logits_rows) and batch.image_rows is None
         if all_rows and self._worth_recording(rows):
             x = self._recorded_layers(embedded, batch, states)
@@ -79,8 +79,8 @@ class Model:
         return self.logits(self._through(embedded, batch, states), states)
 
     def draft(self, hidden: Tensor | None, batch: ForwardBatch, states: States) -> tuple[Tensor, Tensor]:
-        """One guess for each of batch.logits_rows by the draft layer, int64 [R], and hidden rows for the next, [R, n].
-        Of layers that guess a block, all that they guess, [R, n], and how likely each is.
+        """The draft layer's token for each of batch.logits_rows, int64 [R], and hidden rows for the next, [R, n].
+        Of layers that draft a block, all that they draft, [R, n], and how likely each is.
 
         Row p of the batch has the token at p + 1. hidden: what stands for the model's hidden states; None: they are
         those that `forward` kept of the batch's positions.
@@ -191,7 +191,7 @@ class Model:
 
 
 def drafter_of(b: Builder, names: Names) -> DraftLayer | DraftBlock | None:
-    """Model part that guesses tokens; None where none is loaded."""
+    """Model part that drafts tokens; None where none is loaded."""
     drafter = b.config.drafter
     if drafter is None:
         return None

@@ -88,7 +88,7 @@ class ReadsTable(ABC):
 
 
 class SeesBlocks(ABC):
-    """An operator of layers that guess blocks of tokens, which see each other."""
+    """An operator of layers that draft blocks of tokens, which see each other."""
 
     @abstractmethod
     def keep(self, x: Tensor, rows: StepRows, ring: Tensor) -> None:

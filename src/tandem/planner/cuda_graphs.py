@@ -11,13 +11,13 @@ from tandem.spec.model_config import ModelConfig
 GRAPH_FLAGS = ("disable_cuda_graph", "cuda_graph_bs", "cuda_graph_max_bs")
 SMALL_GRAPH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 DEFAULT_LARGEST_GRAPH = 256  # each graph keeps its logits; larger ones have to be asked for
-MOST_DRAFT_ROWS = 128  # with guesses, if more sequences do not run together: longer steps gain little from them
-FEW_ROWS = tuple(range(1, 9))  # a step with guesses may have any number of rows, and a copy costs as much as a guess
+MOST_DRAFT_ROWS = 128  # with drafts, if more sequences do not run together: longer steps gain little from them
+FEW_ROWS = tuple(range(1, 9))  # a step with drafts may have any number of rows, and a copy costs as much as a draft
 LEAST_FILLED = 0.5  # of a prompt's graph's rows: copies cost as much as others
 PROMPT_SIZES = (128, 256, 512, 1024, 2048)  # longer chunks keep a GPU busy whatever the host does
 PROMPT_SEQUENCES = 8  # of a chunk that is replayed, at most
 GRAPH_BYTES, KERNEL_BYTES = 112_000, 2200  # of GPU memory that CUDA keeps of a graph, and of each kernel (an H100)
-CHUNK_KERNELS, PART_KERNELS = 40, 8  # of a prompt's layer; and of each more part in which its experts travel
+CHUNK_KERNELS, PART_KERNELS = 40, 8  # of a prompt's layer; and of each more part in which its experts are streamed
 DRAFT_SIZES = (1, 2, 4, 8, 16, 32)
 GRAPH_STEPS = ((64, 8), (128, 16), (1 << 30, 32))  # up to a size, beyond the small ones: steps between graphs
 
@@ -30,7 +30,7 @@ def captured_sizes(
 
 
 def graph_sizes(config: EngineConfig, running: int, draft_tokens: int = 0) -> tuple[int, ...]:
-    """Rows, ascending: no more than sequences run together, or than they have with so many guesses of each."""
+    """Rows, ascending: no more than sequences run together, or than they have with so many draft tokens of each."""
     if config.disable_cuda_graph:
         return ()
     sizes = config.cuda_graph_bs
@@ -46,8 +46,8 @@ def graph_sizes(config: EngineConfig, running: int, draft_tokens: int = 0) -> tu
 def plain_graph_sizes(
     config: EngineConfig, model: ModelConfig, running: int, draft_tokens: int = 0
 ) -> tuple[int, ...]:
-    """Rows of graphs that are captured a second time where steps may guess: for steps that have no guesses and follow
-    none. Only layers that fold tokens into a memory have faster kernels then. Their last bits are others."""
+    """Rows of graphs that are captured a second time where steps may draft: for steps without drafts that follow none.
+    Only layers that fold tokens into a memory have faster kernels then. Their last bits are others."""
     has_plain_kernels = any(cost_of(mixer).has_plain_kernels for mixer in model.mixers)
     if not draft_tokens or not has_plain_kernels or config.enable_deterministic_inference:
         return ()
@@ -55,7 +55,7 @@ def plain_graph_sizes(
 
 
 def draft_sizes(sizes: tuple[int, ...], draft_tokens: int) -> tuple[int, ...]:
-    """Sequences of the graphs that guess, ascending; sizes: of the graphs of steps, which compute the guesses."""
+    """Sequences of the graphs that draft, ascending; sizes: of the graphs of steps, which compute the draft tokens."""
     most = max(sizes, default=0) // (1 + draft_tokens)
     return tuple(size for size in DRAFT_SIZES if size <= most)
 
@@ -83,7 +83,7 @@ def graph_reason(config: EngineConfig, model: ModelConfig, running: int) -> str:
 
 def prompt_sizes(config: EngineConfig, model: ModelConfig, streamed: int = 0) -> tuple[int, ...]:
     """Rows of prompts' chunks that are captured where the GPU computes them alone. streamed: of a step in which experts
-    travel. Only where lengths of sequences do not decide which kernels run."""
+    are streamed. Only where lengths of sequences do not decide which kernels run."""
     plain = all(cost_of(mixer).prompt_graphs for mixer in model.mixers)
     drafts = config.speculative_algorithm in DRAFT_ALGORITHMS
     attention = config.attention_backend in ("auto", "triton")
@@ -116,7 +116,7 @@ def prompt_graph_bytes(
     model: ModelConfig, sizes: tuple[int, ...], parts: int, reserved_sms: int = 0, row_bytes: int = MOST_ROW_BYTES
 ) -> int:
     """GPU bytes of prompt graphs and their buffers: rows between a chunk's kernels, and each size's logits. parts:
-    graphs of a layer's experts, which travel, so there are those of `split_sizes`, too; 0: none does. reserved_sms:
+    graphs of a layer's experts, which are streamed, so there are those of `split_sizes`, too; 0: none is. reserved_sms:
     multiprocessors that prompts leave to steps. Prompts that run alone have graphs of their own then. row_bytes: of
     experts' rows at a time, as the GPU has room for (`expert_row_bytes`)."""
     if not sizes:

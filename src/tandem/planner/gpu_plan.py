@@ -90,7 +90,7 @@ class GpuPlan:
     foresight: bool = True  # in small batches the CPU prefetches the next layer's probable experts
     stream_from: int | None = 0  # rows of a step that brings the CPU's experts; 0: never, None: where that is faster
     deferred: int = 0  # of a token's experts in CPU memory, at most so many are added one layer late; lossy
-    plain_graph_sizes: tuple[int, ...] = ()  # of graph_sizes, those with a second graph for steps without guesses
+    plain_graph_sizes: tuple[int, ...] = ()  # of graph_sizes, those with a second graph for steps without drafts
     reserved_sms: int = 0  # multiprocessors that graphs of prompts leave to steps
     embedding_in_ram: bool = False  # in pinned CPU memory, whose rows the GPU reads
     stages: tuple[StagePlan, ...] = ()  # whose layers are on several GPUs; (): one GPU has all of them
@@ -183,7 +183,7 @@ def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, kv_bytes: int) -
             "experts", sizes.gpu_bytes(experts), f"{experts} of {request.model.routed_experts}, {sizes.text()}"
         ),
         LedgerEntry(
-            "draft experts", draft_experts(request.model) * plan.sizes.draft_experts * each, "of the layer that guesses"
+            "draft experts", draft_experts(request.model) * plan.sizes.draft_experts * each, "of the draft layer"
         ),
         LedgerEntry("KV cache", kv_bytes, f"{memory.kv_tokens} tokens"),
         LedgerEntry("states", request.slot_bytes, "of sequences, whatever their length"),

@@ -109,7 +109,7 @@ class MemoryRequest:
 
     @cached_property
     def draft_tokens(self) -> int:
-        """Guessed next tokens of a sequence in a step, at most."""
+        """Draft tokens of a sequence in a step, at most."""
         return most_draft_tokens(self.config, self.model)
 
     @property
@@ -225,7 +225,7 @@ def prefill_tokens(gpu: bool, deterministic: bool = False) -> int:
 
 
 def long_step_tokens(model: ModelConfig) -> int:
-    """Tokens of a GPU's step that nobody waits for, or in which experts travel."""
+    """Tokens of a GPU's step that nobody waits for, or in which experts are streamed."""
     return LONG_PREFILL_TOKENS if model.hidden <= WIDE else LONG_PREFILL_TOKENS // 2
 
 

@@ -34,7 +34,7 @@ def _unread(model: ModelConfig) -> Iterator[str]:
     possible = model.drafts is not None and model.drafter is None and not why_one_token(model)
     if possible and model.drafts is not None:
         name = "NEXTN" if model.drafts.block is None else "DSPARK"
-        yield f"the checkpoint has a draft layer, which is not loaded; --speculative-algorithm {name} guesses with it"
+        yield f"the checkpoint has a draft layer, which is not loaded; --speculative-algorithm {name} drafts with it"
     if model.draft:
         yield f"the checkpoint has {model.draft}, which stays in its files: each step decodes one token"
     for key in model.unread_keys:

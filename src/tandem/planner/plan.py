@@ -48,10 +48,10 @@ class Plan:
 
     @property
     def draft_tokens(self) -> int:
-        """Guessed tokens of a sequence in a step, at most."""
+        """Draft tokens of a sequence in a step, at most."""
         return 0 if self.speculation is None else self.speculation.most_draft_tokens
 
     @property
     def drafts(self) -> bool:
-        """Whether a draft layer guesses."""
+        """Whether a draft layer drafts."""
         return self.speculation is not None and self.speculation.algorithm in DRAFT_ALGORITHMS

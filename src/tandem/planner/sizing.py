@@ -170,12 +170,12 @@ def _short_steps(room: GpuRoom, reserved: int = 0) -> GpuMemory:
 
 
 def _with_ring(room: GpuRoom) -> GpuMemory:
-    """With a ring for experts that travel, if it fits; and graphs of the prompts that bring them."""
+    """With a ring for streamed experts, if it fits; and graphs of the prompts that bring them."""
     ring, tokens = ring_for(room.request, room.gpu).nbytes, long_step_tokens(room.request.model)
     extra = (ring + room.scratch_beyond(tokens)) * room.request.config.pipeline_parallel_size  # on each GPU
     memory = fits(room, extra)
     if memory is None:
-        why = f"{gib(ring)} of GPU memory for experts that travel are not there"
+        why = f"{gib(ring)} of GPU memory for streamed experts are not there"
         return replace(_short_steps(room), ring_reason=why, cramped=why)
     with_ring = replace(memory, ring_bytes=ring, ring_reason="", step_tokens=tokens)
     return _with_prompt_graphs(room, with_ring, extra, tokens)
@@ -275,8 +275,8 @@ def _divided(room: GpuRoom, extra: int) -> GpuMemory:
 
 
 def _draft_bytes(request: MemoryRequest, room: int) -> int:
-    """Bytes of a draft layer's experts, if they are to be on the GPU: each guess uses them. They leave room for one
-    request, or for what was asked for."""
+    """Bytes of a draft layer's experts, if they are to be on the GPU: each draft token uses them. They leave room for
+    one request, or for what was asked for."""
     max_tokens, context = request.config.max_total_tokens, wanted_context(request)[0]
     nbytes = draft_experts(request.model) * expert_bytes(request)
     least = min(context, DEFAULT_CONTEXT) if max_tokens is None else max_tokens

@@ -34,7 +34,7 @@ from tandem.models.names import expert_biases
 from tandem.models.passing import Arrays, ForwardState
 from tandem.models.residual import Residual, add_pending, end_of, widened
 from tandem.planner.choices.cached import cached_as
-from tandem.planner.choices.deferral import NEVER_LATE
+from tandem.planner.choices.deferral import NEVER_DEFERRED
 from tandem.planner.memory import gib
 from tandem.planner.plan import Plan
 from tandem.planner.resolve import resolve
@@ -80,7 +80,7 @@ class Variant:
                 "give a smaller --window"
             )
         if self.deferred and model.moe.experts.latent:
-            raise ConfigError(f"--late {self.deferred}: {NEVER_LATE}, so none is ever late; leave it out")
+            raise ConfigError(f"--late {self.deferred}: {NEVER_DEFERRED}, so none is ever deferred; leave it out")
         config = EngineConfig(
             model=str(self.directory),
             kt_method=self.method,
@@ -145,7 +145,7 @@ class LayerStream:
 
     `hidden` is the residual stream of every row, [rows, hidden] in the plan's dtype, in CPU memory, or
     [rows, n, hidden] where there are n; `advance` moves it one layer on. `owed` [rows, hidden]: the sums of experts
-    that are late; None where none ever are.
+    that are deferred; None where none ever are.
     """
 
     def __init__(self, variant: Variant, windows: Windows, pool: _core.WorkerPool | None = None) -> None:
@@ -196,7 +196,7 @@ class LayerStream:
         self, layer: DecoderLayer, hidden: Tensor, tick: Tick = lambda: None, owed: Tensor | None = None
     ) -> None:
         """`hidden` [rows, hidden] becomes what it is after `layer`, in place; `tick` is called after every window.
-        owed: likewise what is late; None: nothing was before this layer, and what is after it nobody gets."""
+        owed: likewise what is deferred; None: nothing was before this layer, and what is after it nobody gets."""
         with torch.inference_mode():
             for span, batch, links in zip(self.windows.spans, self._batches, self._links, strict=True):
                 p = ForwardState(batch, hidden[span].to(self.device), links=links)

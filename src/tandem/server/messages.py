@@ -22,7 +22,7 @@ from tandem.spec.vision import Tower
 class StartEngine(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     """First message to a new engine process. `loader` is "module:function", called with the config.
 
-    It travels here and not on the command line, where every user of the machine could read the API key.
+    It is sent here and not on the command line, where every user of the machine could read the API key.
     """
 
     config: EngineConfig

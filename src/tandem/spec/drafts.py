@@ -1,5 +1,5 @@
-"""`Drafts`: a layer behind the last one that guesses the token after next (DeepSeek-V3, arXiv 2412.19437, 2.2); or
-several that guess a block of tokens (DSpark, github.com/deepseek-ai/DeepSpec)."""
+"""`Drafts`: a layer behind the last one that drafts the token after next (DeepSeek-V3, arXiv 2412.19437, 2.2); or
+several that draft a block of tokens (DSpark, github.com/deepseek-ai/DeepSpec)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from tandem.spec.state import Array, Pages, State, WindowRing
 
 @dataclass(frozen=True, slots=True)
 class DraftBlockShape:
-    """`size` tokens are guessed at once by `layers` layers, one behind the other.
+    """`size` tokens are drafted at once by `layers` layers, one behind the other.
 
     Rows of the block are the last token and, for those behind it, the token `unknown`. They see each other, and a
     window of keys. A key is made of what the model's layers `reads` leave at a position: the means of their streams,
-    side by side, through one projection. Each guess's logits are moved by the token before it, through `rank` channels.
+    side by side, through one projection. Each draft token's logits are moved by the token before it, through `rank`
+    channels.
     """
 
     size: int
@@ -30,7 +31,7 @@ class DraftBlockShape:
 @dataclass(frozen=True, slots=True)
 class Drafts:
     """It takes a token's embedding beside what the model's last norm made of the token before, each normed once more.
-    A norm of its own and the model's head follow. What that norm makes stands for the model's when it guesses on.
+    A norm of its own and the model's head follow. What that norm makes stands for the model's when it drafts on.
 
     Where the layer has several streams, all of the model's streams are taken instead, before that norm, each normed
     once more. What they are after the layer stands for them then. mean: the layer has one stream, and takes the mean of
@@ -41,9 +42,9 @@ class Drafts:
 
     layer: Layer
     norm: Norm
-    vocab: int = 0  # tokens that it can guess, of the model's; 0: all
+    vocab: int = 0  # tokens that it can draft, of the model's; 0: all
     mean: bool = False
-    block: DraftBlockShape | None = None  # None: one token is guessed after the other
+    block: DraftBlockShape | None = None  # None: one token is drafted after the other
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -51,7 +52,7 @@ class Drafts:
         return (self.layer,) * (1 if self.block is None else self.block.layers)
 
     def params(self, hidden: int) -> int:
-        """Weights that every guess uses; the head counts where it has rows of its own."""
+        """Weights that every draft token uses; the head counts where it has rows of its own."""
         blocks = [block for layer in self.layers for block in layer.blocks]
         bodies = sum(block.body.params(hidden) for block in blocks)
         if self.block is not None:

@@ -39,7 +39,7 @@ EXCHANGE_BYTES = 96 << 20
 LEAST_EXCHANGE_BUFFERS, MOST_EXCHANGE_BUFFERS = 2, 64
 
 MOST_SHARED_SECONDS = 0.4
-"""Seconds of the longest step in which all experts travel, for which rows that decode wait.
+"""Seconds of the longest step in which all experts are streamed, for which rows that decode wait.
 
 It moves a whole chunk of a prompt. Where it would be longer, such steps are short and the CPU computes its experts.
 """
@@ -78,7 +78,7 @@ def expert_scratch_bytes(gpu_bytes: int, experts: int, hidden: int, width: int) 
     return experts_at_once(gpu_bytes, experts, hidden, width) * unpacked_bytes(hidden, width)
 
 
-# Of experts that travel to the GPU for a step (`experts/streaming/`).
+# Of experts streamed to the GPU for a step (`experts/streaming/`).
 PART_BYTES = 128 << 20  # of the ring that are copied, waited for and unpacked at once; or one expert
 RING_BYTES = 768 << 20
 PART_EXPERTS = 16  # of large ones a part has so many, as far as two fit: the host gives each part's kernels for 0.5 ms

@@ -49,8 +49,8 @@ class ModelConfig:
     max_positions: int
     eos_ids: tuple[int, ...] = ()
     unread_keys: tuple[str, ...] = ()  # keys of config.json that may matter and were not understood
-    draft: str = ""  # what of the checkpoint would guess tokens, and is not run
-    drafts: Drafts | None = None  # what guesses tokens, if the checkpoint has it ...
+    draft: str = ""  # what of the checkpoint would draft tokens, and is not run
+    drafts: Drafts | None = None  # what drafts tokens, if the checkpoint has it ...
     drafter: Drafts | None = None  # ... and the same, if it is loaded
     tower: Tower | None = None  # what reads images, if the checkpoint has it ...
     vision: Tower | None = None  # ... and the same, if it is loaded

@@ -42,7 +42,7 @@ class Fold:
     A sequence without tokens has none yet: kernels start from zeros and do not read the arrays.
 
     inputs: what it took in of the last `last` tokens, and of rows that may turn out to be none. The recurrence has the
-    sure rows only; guesses that have come are taken in again. Without inputs a sequence gets one token a step.
+    sure rows only; accepted draft tokens are taken in again. Without inputs a sequence gets one token a step.
     """
 
     arrays: tuple[Array, ...]
@@ -50,7 +50,7 @@ class Fold:
     last: int = 0
 
     def slot_arrays(self, draft_tokens: int) -> tuple[Array, ...]:
-        """All arrays, where a step may have so many guesses of a sequence. Those of the step before are done again
+        """All arrays, where a step may have so many draft tokens of a sequence. Those of the step before are done again
         beside those of this step, so their rows have places of their own."""
         places = self.last + 2 * draft_tokens
         return (*(Array(a.name, (places, *a.shape), a.dtype) for a in self.inputs), *self.arrays)
@@ -59,8 +59,8 @@ class Fold:
 @dataclass(frozen=True, slots=True)
 class WindowRing:
     """Rows of the last tokens, `last` of which a new one may ask for: that of position p in place p modulo the number
-    of places. Rows of guesses have places of their own, so wrong ones overwrite nothing that is asked for later.
-    steps: of rows that come at once, as in a draft layer's pass over those of several."""
+    of places. Rows of draft tokens have places of their own, so rejected ones overwrite nothing that is asked for
+    later. steps: of rows that come at once, as in a draft layer's pass over those of several."""
 
     row: Array
     last: int
@@ -82,7 +82,7 @@ KEY_BLOCK = 64  # tokens: kernels read keys from a multiple of it on, and mask t
 @dataclass(frozen=True)
 class StateLayout:
     """All states of a model, in the order of its blocks, with activations of `dtype` and pages of `page` tokens; a step
-    may have so many guesses of a sequence.
+    may have so many draft tokens of a sequence.
 
     Pages are shared between sequences with an equal prefix. Whatever cannot be shared lies in the sequence's slot.
 
@@ -118,7 +118,7 @@ class StateLayout:
 
     def window_pages(self, running: int, step_tokens: int) -> int:
         """Pages that so many sequences need of layers with a window at once, whatever their length. They hold what each
-        keeps between steps, guesses included, and a step's tokens, wherever these begin in a page."""
+        keeps between steps, draft tokens included, and a step's tokens, wherever these begin in a page."""
         each = -(-(self.window + KEY_BLOCK + self.page + self.draft_tokens) // self.page) + 2
         return running * each + -(-step_tokens // self.page)
 

@@ -41,19 +41,19 @@ def hub(tiny_models, tmp_path_factory) -> BlockDrafted:
 
 
 def off(model: BlockDrafted, path: Path, tmp_path: Path) -> list[float]:
-    """Of every guess: how far below the best one the reference has it, in deviations of the row."""
+    """Of every draft token: how far below the best one the reference has it, in deviations of the row."""
     engine, found = engine_of(path, tmp_path, page_size=128, max_total_tokens=1024), []
     asks = [request(name, prompt, max_tokens=10, ignore_eos=True) for name, prompt in PROMPTS.items()]
     for tokens, draft_tokens in chunks_of(engine, *asks):
-        for guess, logits in zip(draft_tokens, model.logits(tokens, len(draft_tokens), draft_tokens), strict=True):
-            found.append(float((logits.max() - logits[guess]) / logits.std()))
+        for token, logits in zip(draft_tokens, model.logits(tokens, len(draft_tokens), draft_tokens), strict=True):
+            found.append(float((logits.max() - logits[token]) / logits.std()))
     assert len(found) > 15 * SIZE
     return found
 
 
 def test_the_hubs_own_format_is_computed_as_stored(hub: BlockDrafted, tmp_path: Path) -> None:
-    """Kernels round activations to bfloat16 beside codes: now and then another guess is as likely. Every expert is
-    chosen, so rounding chooses none differently. Of random logits the best is 2.8 deviations off."""
+    """Kernels round activations to bfloat16 beside codes: now and then another draft token is as likely. Every expert
+    is chosen, so rounding chooses none differently. Of random logits the best is 2.8 deviations off."""
     found = off(hub, hub.path, tmp_path)
     assert sum(found) / len(found) < 0.02 and max(found) < 0.5
 

@@ -1,4 +1,4 @@
-"""Guesses of a block by DSpark's layers: what they guess, and that answers stay the same."""
+"""Draft tokens of a block by DSpark's layers: what they draft, and that answers stay the same."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def made(tiny_models, tmp_path_factory) -> BlockDrafted:
     return block_drafted(tiny_models["deepseek_v4"], tmp_path_factory.mktemp("block") / "model")
 
 
-def test_it_guesses_what_the_reference_guesses(made: BlockDrafted, tmp_path: Path) -> None:
+def test_it_drafts_what_the_reference_drafts(made: BlockDrafted, tmp_path: Path) -> None:
     """Token by token, three prompts at once, in chunks; each block against the whole text, computed anew."""
     engine = engine_of(made.path, tmp_path, page_size=8)
     asks = [request(name, prompt, max_tokens=14, ignore_eos=True) for name, prompt in PROMPTS.items()]
@@ -64,7 +64,7 @@ def test_it_is_as_sure_as_the_reference(made: BlockDrafted, tmp_path: Path) -> N
     assert len({round(each, 2) for _, sure, _ in said for each in sure}) > 10
 
 
-def test_without_its_word_every_guess_is_sure(tiny_models, tmp_path: Path) -> None:
+def test_without_its_word_every_draft_is_sure(tiny_models, tmp_path: Path) -> None:
     model = block_drafted(tiny_models["deepseek_v4"], tmp_path / "model", sure=False)
     engine = engine_of(model.path, tmp_path, page_size=8)
     seen = list(chunks_of(engine, request("a", PROMPTS["a"], max_tokens=8, ignore_eos=True)))
@@ -81,7 +81,7 @@ def test_the_layers_may_be_in_another_directory(made: BlockDrafted, tiny_models,
     assert engine.stats().speculation.algorithm == "DSPARK"
 
 
-def test_guesses_do_not_depend_on_what_happened_to_the_slots(made: BlockDrafted, tmp_path: Path) -> None:
+def test_drafts_do_not_depend_on_what_happened_to_the_slots(made: BlockDrafted, tmp_path: Path) -> None:
     """Preemptions, answers of one prompt, and prefix matches."""
     engine = engine_of(made.path, tmp_path, max_total_tokens=96, page_size=8)
     asks = [request(name, prompt, max_tokens=20, n=2, temperature=1.0, seed=3, ignore_eos=True)
@@ -96,7 +96,7 @@ def test_guesses_do_not_depend_on_what_happened_to_the_slots(made: BlockDrafted,
     check_pages(engine)
 
 
-def test_recordings_guess_the_same(made: BlockDrafted, tmp_path: Path) -> None:
+def test_recordings_draft_the_same(made: BlockDrafted, tmp_path: Path) -> None:
     """As CUDA graphs compute them, here run by the CPU: copies fill what is left over."""
     engine = engine_of(made.path, tmp_path, page_size=8)
     used = recording(engine, (1, 4), at_once=3)
@@ -130,7 +130,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_answers_are_those_without_guesses(known: Plain, way: Way) -> None:
+def test_answers_are_those_without_drafts(known: Plain, way: Way) -> None:
     check(known, way, "DSPARK")
 
 
@@ -151,8 +151,8 @@ def masked_plainly(known: Plain) -> tuple[Engine, dict]:
 
 
 @pytest.mark.parametrize("governed", [False, True])
-def test_masks_and_noise_choose_as_without_guesses(known: Plain, masked_plainly, governed: bool) -> None:
-    """What may come after a guess is known when the guess has come."""
+def test_masks_and_noise_choose_as_without_drafts(known: Plain, masked_plainly, governed: bool) -> None:
+    """What may come after a draft token is known when it is accepted."""
     engine, answers = masked(known, SpeculationPlan("DSPARK", SIZE, governed), lender=masked_plainly[0])
     assert answers == masked_plainly[1] and engine.stats().speculation.steps > 0
 
@@ -161,7 +161,7 @@ def test_masks_and_noise_choose_as_without_guesses(known: Plain, masked_plainly,
     ("DSPARK", 5, ""),
     ("NEXTN", 5, "NEXTN is taken as DSPARK"),
     ("EAGLE --speculative-num-steps 2", 2, "EAGLE is taken as DSPARK"),
-    ("DSPARK --speculative-num-draft-tokens 8", 5, "7 guesses a step are asked for: DSPARK makes 5 at once"),
+    ("DSPARK --speculative-num-draft-tokens 8", 5, "7 draft tokens a step are asked for: DSPARK makes 5 at once"),
 ])  # fmt: skip
 def test_every_spelling_means_what_the_checkpoint_has(made: BlockDrafted, asked: str, width: int, said: str) -> None:
     config, model = EngineConfig.from_args(f"x --speculative-algorithm {asked}".split()), load_model_config(made.path)
@@ -183,7 +183,7 @@ def test_a_checkpoint_without_its_tensors_is_refused_by_name(tiny_models, made: 
 
 def test_dspark_of_a_model_with_another_draft_is_refused(tiny_models) -> None:
     config = EngineConfig.from_keywords("x", speculative_algorithm="DSPARK")
-    with pytest.raises(ConfigError, match="guesses one token after the other; take NEXTN"):
+    with pytest.raises(ConfigError, match="drafts one token after the other; take NEXTN"):
         speculation(config, named_config("deepseek-v3", 6))
 
 

@@ -1,4 +1,4 @@
-"""A draft layer out of a directory of its own: what it guesses, that answers stay the same, and what is refused."""
+"""A draft layer out of a directory of its own: what it drafts, that answers stay the same, and what is refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tandem.errors import ConfigError
 from tandem.flags.engine_config import EngineConfig
 from tiny import file_tensors
 
-VARIANT, GUESSED = "glm4_moe-plain", 90
+VARIANT, DRAFTED = "glm4_moe-plain", 90
 twin = script_module("mtp/layer")
 
 
@@ -38,27 +38,27 @@ def config_beside(source: Path, folder: Path, **keys: object) -> None:
 
 @pytest.fixture(scope="module")
 def dense(tiny_models, tmp_path_factory):
-    """A random layer with a dense feed-forward that guesses some tokens only; and its twin, as it is trained."""
+    """A random layer with a dense feed-forward that drafts some tokens only; and its twin, as it is trained."""
     source, folder = tiny_models[VARIANT], tmp_path_factory.mktemp("dense") / "draft"
     keys = json.loads((source / "config.json").read_text())
     ropes = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
-    config_beside(source, folder, mtp_mlp_layer_types=["dense"], intermediate_size=50, draft_vocab_size=GUESSED,
+    config_beside(source, folder, mtp_mlp_layer_types=["dense"], intermediate_size=50, draft_vocab_size=DRAFTED,
                   attention_bias=False, partial_rotary_factor=1.0, rope_parameters=ropes)  # fmt: skip
     torch.manual_seed(2)
     shape = twin.Shape(keys["hidden_size"], keys["num_attention_heads"], keys["num_key_value_heads"], keys["head_dim"],
                        50, 1e4, keys["rms_norm_eps"])  # fmt: skip
-    layer, ids = twin.Layer(shape), torch.randperm(keys["vocab_size"])[:GUESSED].sort().values
+    layer, ids = twin.Layer(shape), torch.randperm(keys["vocab_size"])[:DRAFTED].sort().values
     with torch.no_grad():
         for name, weight in layer.named_parameters():
             weight.copy_((("norm" in name) + torch.randn_like(weight) * 0.15).bfloat16())
     before = f"model.layers.{keys['num_hidden_layers']}."
     tensors = {before + name: weight.detach().clone() for name, weight in layer.named_parameters()}
-    save_file(tensors | {f"{before}d2t": ids - torch.arange(GUESSED)}, folder / "draft.safetensors")
+    save_file(tensors | {f"{before}d2t": ids - torch.arange(DRAFTED)}, folder / "draft.safetensors")
     return source, folder, layer, ids
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["alone", "in a whole checkpoint"])
-def test_a_layer_that_was_moved_guesses_as_before(tiny_models, tmp_path: Path, whole: bool) -> None:
+def test_a_layer_that_was_moved_drafts_as_before(tiny_models, tmp_path: Path, whole: bool) -> None:
     """What else its directory has, here all zeros, is not read."""
     source = tiny_models[VARIANT]
     model, folder = drafted(source, tmp_path / "both"), tmp_path / "draft"
@@ -75,8 +75,8 @@ def test_a_layer_that_was_moved_guesses_as_before(tiny_models, tmp_path: Path, w
 
 
 @torch.no_grad()
-def test_a_dense_layer_of_few_tokens_guesses_what_its_twin_guesses(dense, tmp_path: Path) -> None:
-    """The twin is what `scripts/train_mtp.py` trains: each guess of a chain, in float32."""
+def test_a_dense_layer_of_few_tokens_drafts_what_its_twin_drafts(dense, tmp_path: Path) -> None:
+    """The twin is what `scripts/train_mtp.py` trains: each draft token of a chain, in float32."""
     source, folder, layer, ids = dense
     engine = engine_of(source, tmp_path, speculative_draft_model_path=str(folder))
     model, tensors = drafted(source, tmp_path / "reference").model, file_tensors(source)
@@ -87,15 +87,15 @@ def test_a_dense_layer_of_few_tokens_guesses_what_its_twin_guesses(dense, tmp_pa
     for tokens, draft_tokens in seen:
         text = torch.tensor(tokens)
         hidden = model(text[None, :-1], output_hidden_states=True).hidden_states[-1]
-        for k, guess in enumerate(draft_tokens):
+        for k, draft_token in enumerate(draft_tokens):
             chain = layer.chain(
                 _longer(hidden, k), embedding[torch.tensor([*tokens[1:], *draft_tokens[:k]])][None], k + 1
             )
-            assert guess == ids[(head @ chain[k][0, -1]).argmax()]
+            assert draft_token == ids[(head @ chain[k][0, -1]).argmax()]
 
 
 def _longer(hidden: torch.Tensor, rows: int) -> torch.Tensor:
-    """Rows of guesses read other guesses."""
+    """Rows of draft tokens read other draft tokens."""
     return torch.nn.functional.pad(hidden, (0, 0, 0, rows))
 
 
@@ -109,7 +109,7 @@ def test_answers_are_those_of_plain_decoding(dense, tmp_path: Path) -> None:
     engine = engine_of(source, tmp_path, speculative_draft_model_path=str(folder), **flags)
     got = run(engine, *asks())
     assert {k: token_ids(v) for k, v in got.items()} == {k: token_ids(v) for k, v in plain.items()}
-    assert engine.stats().speculation.guesses > 20
+    assert engine.stats().speculation.draft_tokens > 20
     check_pages(engine)
 
 

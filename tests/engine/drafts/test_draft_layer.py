@@ -1,4 +1,4 @@
-"""Guesses by a checkpoint's draft layer: what it guesses, and that answers stay the same."""
+"""Draft tokens by a checkpoint's draft layer: what it drafts, and that answers stay the same."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def made(tiny_models, tmp_path_factory):
 
 
 @pytest.mark.parametrize("variant", FAMILIES)
-def test_it_guesses_what_transformers_layer_guesses(made, tmp_path: Path, variant: str) -> None:
+def test_it_drafts_what_transformers_layer_drafts(made, tmp_path: Path, variant: str) -> None:
     """Token by token, three prompts at once, in chunks; each chain against the whole text, computed anew."""
     model = made(variant)
     engine = engine_of(model.path, tmp_path)
@@ -53,7 +53,7 @@ def test_it_guesses_what_transformers_layer_guesses(made, tmp_path: Path, varian
 
 
 @pytest.mark.parametrize(("variant", "page"), [("glm4_moe", 4), ("deepseek_v4", 8)])
-def test_guesses_do_not_depend_on_what_happened_to_the_pages(made, tmp_path: Path, variant: str, page: int) -> None:
+def test_drafts_do_not_depend_on_what_happened_to_the_pages(made, tmp_path: Path, variant: str, page: int) -> None:
     """Preemptions, answers of one prompt, prefix matches that part inside a page and at its border, two at once."""
     model = made(variant)
     engine = engine_of(model.path, tmp_path, max_total_tokens=96, page_size=page)
@@ -74,7 +74,7 @@ def test_guesses_do_not_depend_on_what_happened_to_the_pages(made, tmp_path: Pat
 
 
 def test_a_layer_with_a_window_makes_up_for_no_more_than_that(made, tmp_path: Path) -> None:
-    """After a prompt, and after steps without guesses; what was there is the same then."""
+    """After a prompt, and after steps without drafts; what was there is the same then."""
     model, window = made("deepseek_v4"), 7
     engine = engine_of(model.path, tmp_path, page_size=8)
     speculation, rows = engine._speculation, list[int]()
@@ -107,7 +107,7 @@ def _noting(seen: list, run_model):
 
 
 def test_a_long_prompt_is_made_up_for_in_several_steps(made, tmp_path: Path) -> None:
-    """Its answer begins without guesses; then they are those of a layer that read it all."""
+    """Its answer begins without drafts; then they are those of a layer that read it all."""
     model, prompt = made("glm4_moe"), [i * 7 % 250 for i in range(90)]
     engine = engine_of(model.path, tmp_path)
     engine._speculation._drafter._most_rows = 8
@@ -137,20 +137,20 @@ def taught(tiny_models, tmp_path_factory):
 @pytest.mark.parametrize("wish", WISHES)
 @pytest.mark.parametrize("tokens", [pytest.param(512, marks=pytest.mark.full), 80])
 def test_answers_are_those_of_plain_decoding(taught, tmp_path: Path, wish: str, tokens: int) -> None:
-    """Bit for bit, with guesses of which some are right; also where sequences are preempted."""
+    """Bit for bit, with draft tokens of which some are accepted; also where sequences are preempted."""
     asks = [request(name, prompt, max_tokens=25, ignore_eos=wish != "grammar", **WISHES[wish])
             for name, prompt in PROMPTS.items()]  # fmt: skip
     engine = engine_of(taught.path, tmp_path, max_total_tokens=tokens)
-    plain = run(without_guesses(engine), *asks)
+    plain = run(without_drafts(engine), *asks)
     got = run(engine, *asks)
     assert {key: told(outputs) for key, outputs in got.items()} == {k: told(outputs) for k, outputs in plain.items()}
     said = engine.stats().speculation
-    assert said.algorithm == "NEXTN" and 0 < said.right_guesses < said.guesses
+    assert said.algorithm == "NEXTN" and 0 < said.accepted_tokens < said.draft_tokens
     if wish == "greedy":
-        assert said.right_guesses > said.guess_steps  # more than one of three
+        assert said.accepted_tokens > said.draft_steps  # more than one of three
 
 
-def without_guesses(engine: Engine) -> Engine:
+def without_drafts(engine: Engine) -> Engine:
     runner = engine._runner
     parts = EngineParts(engine.plan, engine.model_config, runner._model, engine.tokenizer, engine._workers)
     return Engine.from_parts(replace(parts, plan=replace(engine.plan, speculation=None)))
@@ -163,13 +163,13 @@ def told(outputs: list) -> tuple:
 
 @pytest.mark.parametrize("again", [False, True])
 def test_a_layer_that_fails_costs_no_answer(taught, tmp_path: Path, monkeypatch, again: bool) -> None:
-    """again: it is tried at once, not a minute later. Rows that the failed pass was to make are made anew: guesses are
+    """again: it is tried at once, not a minute later. Rows that the failed pass was to make are made anew: drafts are
     as right as before."""
     if again:
         monkeypatch.setattr(speculation, "RETRY_SECONDS", 0.0)
     engine = engine_of(taught.path, tmp_path)
     asks = [request(name, prompt, max_tokens=25, ignore_eos=True) for name, prompt in PROMPTS.items()]
-    plain, passes = run(without_guesses(engine), *asks), []
+    plain, passes = run(without_drafts(engine), *asks), []
     run_layer = engine._runner._model.draft
 
     def failing(*args):
@@ -182,12 +182,12 @@ def test_a_layer_that_fails_costs_no_answer(taught, tmp_path: Path, monkeypatch,
     got = run(engine, *asks)
     assert {key: told(outputs) for key, outputs in got.items()} == {k: told(outputs) for k, outputs in plain.items()}
     said = engine.stats().speculation
-    assert len(passes) > 15 and said.right_guesses > said.guess_steps if again else len(passes) == 5
-    assert said.guesses > 0
+    assert len(passes) > 15 and said.accepted_tokens > said.draft_steps if again else len(passes) == 5
+    assert said.draft_tokens > 0
     check_pages(engine)
 
 
-def test_the_governor_leaves_bad_guesses_alone_and_looks_again(made, tmp_path: Path) -> None:
+def test_the_governor_leaves_bad_drafts_alone_and_looks_again(made, tmp_path: Path) -> None:
     """A random layer is never right: it is hardly asked, and now and then without a row."""
     engine = engine_of(made("glm4_moe").path, tmp_path, disable_speculative_governor=False, context_length=128)
     drawn, draw = [], engine._speculation._drafter.draw
@@ -205,8 +205,8 @@ def test_the_governor_leaves_bad_guesses_alone_and_looks_again(made, tmp_path: P
     assert sum(said.widths) == said.steps
 
 
-def test_what_is_quantised_guesses_as_its_numbers_do(made, tmp_path: Path) -> None:
-    """fp8, as DeepSeek and GLM publish draft layers, too: the same guesses as from the numbers it stands for."""
+def test_a_quantised_layer_drafts_as_its_numbers_do(made, tmp_path: Path) -> None:
+    """fp8, as DeepSeek and GLM publish draft layers, too: the same draft tokens as from the numbers it stands for."""
     stored, plain = save_quantised(made("deepseek_v3").path, tmp_path, everything("fp8 per channel"))
     seen = []
     for path in (stored, plain):
@@ -216,7 +216,7 @@ def test_what_is_quantised_guesses_as_its_numbers_do(made, tmp_path: Path) -> No
     assert seen[0] == seen[1] and len(seen[0]) > 20
 
 
-def test_a_gguf_file_s_layer_guesses_the_same(made, tmp_path: Path) -> None:
+def test_a_gguf_file_s_layer_drafts_the_same(made, tmp_path: Path) -> None:
     """llama.cpp's converter keeps GLM-4.5's, under names of its own; it does not run it."""
     model = made("glm4_moe")
     engine = engine_of(write_gguf(model.path, tmp_path / "m.gguf"), tmp_path)
@@ -274,7 +274,7 @@ def test_the_tutorial_s_words_are_understood(made) -> None:
     plan = resolve(EngineConfig.from_args(["x", *flags.split()]), model, Machine.detect())
     assert plan.speculation == SpeculationPlan("NEXTN", 3)
     assert [n for n in plan.notices if "specul" in n] == [
-        "--speculative-algorithm EAGLE is taken as NEXTN: the checkpoint's own draft layer guesses"
+        "--speculative-algorithm EAGLE is taken as NEXTN: the checkpoint's own draft layer drafts"
     ]
     [said] = [d for d in plan.decisions if d.name == "speculation"]
-    assert said.value == "NEXTN, up to 3 guesses a step"
+    assert said.value == "NEXTN, up to 3 draft tokens a step"

@@ -42,7 +42,7 @@ def test_experts_of_the_draft_layer_are_on_the_gpu_where_they_fit() -> None:
     assert entry(plan, "RAM", "experts") == 0
 
 
-def test_three_layers_that_guess_a_block_have_three_layers_experts() -> None:
+def test_three_layers_that_draft_a_block_have_three_layers_experts() -> None:
     """On either side; and pages of their own have the rings of three layers, and what they read of the model."""
     model = named_config("deepseek-v4-flash-0731", 8)
     line = "x --device cuda --speculative-algorithm DSPARK --context-length 8192 --kt-method INT4"

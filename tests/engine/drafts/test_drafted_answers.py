@@ -1,6 +1,6 @@
-"""Answers with a draft layer's guesses are those of plain decoding, bit for bit, in every family that has such a layer.
+"""Answers with a draft layer's tokens are those of plain decoding, bit for bit, in every family that has such a layer.
 
-The layer does its work in each way. Where a share of right guesses is named, its own are replaced by such ones.
+The layer does its work in each way. Where a share of accepted draft tokens is named, its own are replaced by such ones.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ WAYS = [
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("variant", ["deepseek_v4"])
-def test_deepseek_v4_answers_as_without_guesses(made, variant: str, way: Way) -> None:
+def test_deepseek_v4_answers_as_without_drafts(made, variant: str, way: Way) -> None:
     """Streams, windows and entries of several tokens: at every width, governed too, also where sequences lose pages."""
     check(made(variant), way)
 
 
 @pytest.mark.parametrize("variant", [each for each in FAMILIES if each != "deepseek_v4"])
-def test_every_family_answers_as_without_guesses(made, variant: str) -> None:
+def test_every_family_answers_as_without_drafts(made, variant: str) -> None:
     check(made(variant), Way(3, False, 0.6, TIGHT))

@@ -1,4 +1,4 @@
-"""What a draft layer's guesses gain or cost, with the governor, where steps and passes take made-up times."""
+"""What a draft layer's tokens gain or cost, with the governor, where steps and passes take made-up times."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ MOST = 3
 
 @dataclass
 class Times:
-    """Of a step without guesses 1. verify: more for each guess; draw: of a pass; rows: of each row that is made up for,
-    and `alone` where those are more than a recording holds. noise: of all times, one deviation."""
+    """Of a step without drafts 1. verify: more for each draft token; draw: of a pass; rows: of each row that is made up
+    for, and `alone` where those are more than a recording holds. noise: of all times, one deviation."""
 
     verify: float
     draw: float
@@ -36,7 +36,7 @@ class Times:
 
 
 class World:
-    """Sequences whose guesses come with one chance each, if those before them did."""
+    """Sequences whose draft tokens are accepted with one chance each, if those before them were."""
 
     def __init__(self, times: Times, acceptance: float, sequences: int = 1, governed: bool = True) -> None:
         self.times, self.acceptance, self.now = times, acceptance, 0.0
@@ -62,12 +62,12 @@ class World:
         passes = max(width for _, width in requests)
         took = passes * self.times.draw + self.times.rows * sum(behind) + self.times.alone * self.unusual
         self.now += took * self._noise()
-        return [(1,) * width for _, width in requests]  # token 1 is the one that comes, if a guess is right
+        return [(1,) * width for _, width in requests]  # token 1 is the one that comes, if a draft is accepted
 
     def forget(self, sequence: Text) -> None: ...
 
     def run(self, tokens: int, fixed: int | None = None) -> float:
-        """Tokens per second of each sequence: where nothing is guessed it is 1."""
+        """Tokens per second of each sequence: where nothing is drafted it is 1."""
         begun, before = self.now, sum(len(s.tokens) for s in self.sequences)
         while sum(len(s.tokens) for s in self.sequences) - before < tokens * len(self.sequences):
             self._step()
@@ -97,14 +97,14 @@ class World:
 
 
 def fixed(times: Times, acceptance: float, width: int) -> float:
-    """Tokens per second with so many guesses in every step."""
+    """Tokens per second with so many draft tokens in every step."""
     tokens = sum(acceptance**i for i in range(width + 1))
     return tokens / (1.0 + times.verify * width + times.draw * width + times.rows * tokens * (width > 0))
 
 
 SHAPES = {
     "all on the GPU": Times(0.25, 0.06),
-    "all on the GPU, dear guesses": Times(0.25, 0.25, rows=0.002, alone=2.0),
+    "all on the GPU, dear drafts": Times(0.25, 0.25, rows=0.002, alone=2.0),
     "none on the GPU": Times(0.45, 0.02),
     "none, other experts for each row": Times(0.95, 0.02),
 }
@@ -119,7 +119,7 @@ def test_it_gains_nearly_what_the_best_width_does(acceptance: float, shape: str,
     world.run(300)
     gain, best = world.run(3000), max(fixed(SHAPES[shape], acceptance, width) for width in range(MOST + 1))
     print(f"{shape}, {sequences}: {gain:.3f}, best {best:.3f}")
-    gain *= 1.01  # a step in a hundred takes twice as long, with guesses or without
+    gain *= 1.01  # a step in a hundred takes twice as long, with drafts or without
     assert gain >= (0.97 if best == 1.0 else 0.85 * best if "dear" in shape and acceptance < 0.9 else 0.93 * best)
 
 
@@ -135,7 +135,7 @@ class Drifting(World):
         return super()._noise() * self._pace(self.now)
 
     def gain(self, tokens: int) -> float:
-        """Beside steps without guesses in the same time."""
+        """Beside steps without drafts in the same time."""
         now, before, plain = self.now, len(self.sequences[0].tokens), 0
         self.run(tokens)
         while now < self.now:
@@ -150,7 +150,7 @@ class Drifting(World):
         (Times(0.08, 0.12), 0.6), (Times(0.12, 0.2), 0.6), (Times(0.25, 0.06), 0.6),
     ],
 )  # fmt: skip
-def test_half_right_guesses_gain_where_they_can_and_never_cost(times: Times, acceptance: float) -> None:
+def test_drafts_half_accepted_gain_where_they_can_and_never_cost(times: Times, acceptance: float) -> None:
     """A few wrong ones at first must not be the last word, nor does a machine's drift make bad ones look good."""
     world, best = Drifting(times, acceptance), max(fixed(times, acceptance, width) for width in range(MOST + 1))
     world.run(300)
@@ -158,7 +158,7 @@ def test_half_right_guesses_gain_where_they_can_and_never_cost(times: Times, acc
 
 
 def test_a_drawing_is_compared_with_all_that_comes_before_the_next() -> None:
-    """Guesses that are right so far would be forgotten otherwise, and only wrong ones counted."""
+    """Accepted ones would be forgotten otherwise, and only rejected ones counted."""
     shadows, right, wrong = DryRunDrafts(), Text(tokens=[0, 0]), Text(tokens=[0, 0])
     draft = Draft((1, 1), (LAYER_KINDS, LAYER_KINDS + 1))
     shadows.cast({right: draft, wrong: draft}, 0.0)
@@ -172,7 +172,7 @@ def test_a_drawing_is_compared_with_all_that_comes_before_the_next() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_bad_guesses_cost_little_from_the_first_token_on(shape: str) -> None:
+def test_bad_drafts_cost_little_from_the_first_token_on(shape: str) -> None:
     assert World(SHAPES[shape], 0.0).run(400) >= 0.94
 
 
@@ -188,7 +188,7 @@ def test_drawings_that_always_are_unusual_are_accounted_for() -> None:
     assert World(Times(0.25, 0.1, alone=2.0, recorded_rows=0), 0.9).run(600) >= 0.93
 
 
-def test_it_sees_that_guesses_have_become_better() -> None:
+def test_it_sees_that_drafts_have_become_better() -> None:
     world = World(SHAPES["all on the GPU"], 0.0)
     world.run(2000)
     world.acceptance = 0.9
@@ -204,7 +204,7 @@ def test_it_sees_that_rows_have_become_cheap() -> None:
     assert world.run(1000) >= 0.93 * 0.99 * fixed(world.times, 0.9, 3)
 
 
-def test_a_trial_that_no_number_of_guesses_deserves_ends_at_once() -> None:
+def test_a_trial_that_no_number_of_drafts_deserves_ends_at_once() -> None:
     """And the next one comes later; else each step would work out the same again."""
     governor = DraftLengthController(StepTimes())
     governor.times.observe(1, 0, 0.01)

@@ -26,13 +26,13 @@ def test_it_gains_nearly_what_the_best_width_does(cell: Cell) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("batch", BATCHES)
-def test_wrong_guesses_cost_next_to_nothing(shape: str, batch: int) -> None:
+def test_rejected_drafts_cost_next_to_nothing(shape: str, batch: int) -> None:
     cells = [Cell(shape, period, batch, overlap, 0.0) for overlap in OVERLAPS for period in PERIODS]
     assert min(min(governed(cell, seeds=(11,))) for cell in cells) >= 0.98
 
 
 def test_a_machine_s_pace_leaves_ratios_as_they_are() -> None:
-    """It becomes slower while each step has guesses; the step without, now and then, agrees with what was thought."""
+    """It becomes slower while each step has drafts; the step without, now and then, agrees with what was thought."""
     times, pace = StepTimes(), 1.0
     for _ in range(8):
         times.observe(1, 0, 1.0)
@@ -43,7 +43,7 @@ def test_a_machine_s_pace_leaves_ratios_as_they_are() -> None:
     assert times.plain(1) == pytest.approx(pace, rel=0.05)
 
 
-def test_a_step_without_guesses_says_what_those_before_it_cost() -> None:
+def test_a_step_without_drafts_says_what_those_before_it_cost() -> None:
     """Steps without were measured on a machine that was a tenth slower."""
     times = StepTimes()
     for _ in range(8):

@@ -1,4 +1,4 @@
-"""A draft layer on a GPU: what it guesses, in CUDA graphs and without, and that answers stay the same."""
+"""A draft layer on a GPU: what it drafts, in CUDA graphs and without, and that answers stay the same."""
 
 from __future__ import annotations
 
@@ -68,17 +68,17 @@ def scores(answers: dict) -> dict:
 
 
 def gaps(model: Drafted, seen: list[tuple[list[int], tuple[int, ...]]]) -> torch.Tensor:
-    """Of every guess: how far below the best one float32 has it, in deviations of the row."""
+    """Of every draft token: how far below the best one float32 has it, in deviations of the row."""
     found = []
     for tokens, draft_tokens in seen:
-        for guess, logits in zip(draft_tokens, model.logits(tokens, len(draft_tokens), draft_tokens), strict=True):
-            found.append((logits.max() - logits[guess]) / logits.std())
+        for token, logits in zip(draft_tokens, model.logits(tokens, len(draft_tokens), draft_tokens), strict=True):
+            found.append((logits.max() - logits[token]) / logits.std())
     return torch.stack(found)
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "kernels"])
 @pytest.mark.parametrize("variant", FAMILIES)
-def test_it_guesses_what_float32_guesses(made, tmp_path: Path, variant: str, graphs: bool) -> None:
+def test_it_drafts_what_float32_drafts(made, tmp_path: Path, variant: str, graphs: bool) -> None:
     """About as nearly as the CPU does in bfloat16, where another token may be as likely, or another one looked at."""
     model = made(variant)
     engine = Engine.from_parts(parts_of(model.path, 0.5, disable_cuda_graph=not graphs))
@@ -88,7 +88,7 @@ def test_it_guesses_what_float32_guesses(made, tmp_path: Path, variant: str, gra
     assert len(seen) > 40 and {len(draft_tokens) for _, draft_tokens in seen} >= {2, 3}
     usual = gaps(model, list(chunks_of(on_cpu(model.path, tmp_path), *asks())))
     far = gaps(model, seen)
-    print(f"{variant}: {len(far)} guesses, {(far == 0).float().mean():.2f} the best, {far.mean():.3f} off, on the CPU "
+    print(f"{variant}: {len(far)} drafts, {(far == 0).float().mean():.2f} the best, {far.mean():.3f} off, on the CPU "
           f"{usual.mean():.3f}")  # fmt: skip
     assert far.mean() < 2 * usual.mean() + 0.05  # of random logits the best is 2.8 deviations off
     check_pages(engine)
@@ -105,7 +105,7 @@ def test_answers_have_the_same_bits(made, variant: str, share: float) -> None:
     expected = scores(run(of_one_graph(parts, speculative=False), *asks(logprobs=2)))
     engine = of_one_graph(parts)
     assert scores(run(engine, *asks(logprobs=2))) == expected
-    assert engine.stats().speculation.guesses > 0
+    assert engine.stats().speculation.draft_tokens > 0
     check_pages(engine)
 
 
@@ -119,7 +119,7 @@ def taught(tiny_models, tmp_path_factory) -> Drafted:
 
 
 @pytest.mark.parametrize("drafts_there", [True, False], ids=["GPU", "CPU"])
-def test_right_guesses_save_steps(taught: Drafted, drafts_there: bool, monkeypatch) -> None:
+def test_accepted_drafts_save_steps(taught: Drafted, drafts_there: bool, monkeypatch) -> None:
     """With its experts on either side; in preemptions, too; and with experts that move."""
     if not drafts_there:
         monkeypatch.setattr(sizing, "_draft_bytes", lambda request, room: 0)
@@ -132,9 +132,9 @@ def test_right_guesses_save_steps(taught: Drafted, drafts_there: bool, monkeypat
         expected, got = ({key: token_ids(outputs) for key, outputs in run(each, *asks()).items()}
                          for each in (plain, engine))  # fmt: skip
         said = engine.stats().speculation
-        print(f"{flags}: {said.right_guesses} of {said.guesses} right, {said.steps} steps")
+        print(f"{flags}: {said.accepted_tokens} of {said.draft_tokens} accepted, {said.steps} steps")
         assert got == expected or parts.plan.gpu.live
-        assert said.right_guesses > said.guess_steps  # more than one of three
+        assert said.accepted_tokens > said.draft_steps  # more than one of three
         check_pages(engine)
 
 

@@ -1,4 +1,4 @@
-"""Steps without guesses, in an engine that may guess: graphs of their own where a memory folds tokens."""
+"""Steps without drafts, in an engine that may draft: graphs of their own where a memory folds tokens."""
 
 from __future__ import annotations
 
@@ -71,6 +71,6 @@ def test_both_kinds_of_steps_follow_each_other(tiny_models, monkeypatch, variant
     exact, theirs = (logprobs(path, dtype, texts, TOKENS) for dtype in ("float32", "bfloat16"))
     ours, usual = ((each - exact).abs().median() for each in (got, theirs))
     print(
-        f"{variant}: {ours:.2e}, usual {usual:.2e}, guesses {engine.stats().speculation}, {sum(kinds)} of {len(kinds)}"
+        f"{variant}: {ours:.2e}, usual {usual:.2e}, drafts {engine.stats().speculation}, {sum(kinds)} of {len(kinds)}"
     )
     assert ours < 2 * usual

@@ -21,7 +21,7 @@ from tandem.planner.resolve import resolve
 
 
 @pytest.mark.parametrize("variant", ["glm5_next", "bailing_hybrid", "qwen4_exp"])
-def test_they_guess(tiny_models, variant: str) -> None:
+def test_they_draft(tiny_models, variant: str) -> None:
     keys = keys_of(tiny_models[variant]) | {"num_nextn_predict_layers": 1, "mtp_num_hidden_layers": 1}
     config = config_from_dict(keys)
     config, session = replace(config, drafter=config.drafts), Session(tiny_models[variant])

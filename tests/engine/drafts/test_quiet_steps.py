@@ -1,4 +1,4 @@
-"""Where no guess pays, a step costs what it costs without: nobody is asked, drawn or told."""
+"""Where no draft pays, a step costs what it costs without: nobody is asked, drawn or told."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Counted:
 
 @pytest.mark.parametrize("shape", ["all", "none"])
 @pytest.mark.parametrize("batch", [1, 8])
-def test_wrong_guesses_leave_most_steps_alone(batch: int, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejected_drafts_leave_most_steps_alone(batch: int, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     decoding = Decoding(Cell(shape, 200.0, batch, 1 / 3, 0.0), 1)
     decoding.gain(600)
     counted = Counted(decoding, monkeypatch)
@@ -68,7 +68,7 @@ def test_steps_in_which_nobody_is_asked_count_as_steps_without(monkeypatch: pyte
     assert 4 <= counted.calls["draw"] - drawn <= 10
 
 
-def test_an_answer_s_last_step_counts_with_its_guesses() -> None:
+def test_an_answer_s_last_step_counts_with_its_drafts() -> None:
     """It is forgotten before the step is told of."""
     decoding = Decoding(Cell("all", 200.0, 1, 1 / 3, 1.0), 1, fixed=2)
     speculation, [text] = decoding.speculation, decoding.texts
@@ -83,7 +83,7 @@ def test_an_answer_s_last_step_counts_with_its_guesses() -> None:
     ("lacking", "drawn"),
     [((10, 2000, 100, 3000), (0, 2)), ((4000, 2000, 1000, 3000), (2,)), ((CHEAP_ROWS, 1), (0, 1)), ((), ())],
 )
-def test_rows_of_long_prompts_are_not_made_to_compare_guesses(lacking: tuple[int, ...], drawn: tuple[int, ...]) -> None:
+def test_rows_of_long_prompts_are_not_made_to_compare_drafts(lacking: tuple[int, ...], drawn: tuple[int, ...]) -> None:
     """One sequence's at most, where all have long ones."""
     texts = [Text(tokens=[0] * n) for n in lacking]
 

@@ -28,7 +28,7 @@ def glm(tiny_models, tmp_path_factory):
 
 
 @pytest.mark.parametrize("variant", one_of_each_type({each: VARIANTS[each] for each in FAMILIES}))
-def test_it_guesses_what_transformers_layer_guesses(tiny_models, tmp_path: Path, variant: str) -> None:
+def test_it_drafts_what_transformers_layer_drafts(tiny_models, tmp_path: Path, variant: str) -> None:
     """Three sequences in recordings of four, of which the shorter ones end; prompts' first rows are no recording's."""
     model = drafted(tiny_models[variant], tmp_path / "model")
     engine = engine_of(model.path, tmp_path)
@@ -58,7 +58,7 @@ def test_pages_that_are_shared_or_lost_are_drawn_alone(glm, tmp_path: Path) -> N
     check_pages(engine)
 
 
-def test_a_chain_of_one_guess(glm, tmp_path: Path) -> None:
+def test_a_chain_of_one_draft_token(glm, tmp_path: Path) -> None:
     engine = engine_of(glm.path, tmp_path, speculative_num_steps=1)
     used = recording(engine, (1,), rows=4)
     seen = list(chunks_of(engine, request("a", PROMPTS["a"], max_tokens=9, ignore_eos=True)))
@@ -66,7 +66,7 @@ def test_a_chain_of_one_guess(glm, tmp_path: Path) -> None:
     assert all(list(draft_tokens) == glm.chain(tokens, 1) for tokens, draft_tokens in seen)
 
 
-def test_without_memory_for_recordings_guesses_are_drawn_alone(glm, tmp_path: Path, monkeypatch) -> None:
+def test_without_memory_for_recordings_drafts_are_drawn_alone(glm, tmp_path: Path, monkeypatch) -> None:
     def full(chains, shape, pool):
         raise torch.OutOfMemoryError("made up")
 
@@ -123,7 +123,7 @@ def test_images_follow_each_other() -> None:
         assert inputs.order.tolist() == [[i if wanted[i] > d else longest for i in range(3)] for d in range(3)]
 
 
-def test_graphs_of_guesses_are_as_many_as_steps_can_verify() -> None:
+def test_graphs_of_drafts_are_as_many_as_steps_can_verify() -> None:
     assert draft_sizes((), 3) == ()
     assert draft_sizes((1, 2, 3, 4), 3) == (1,)
     assert draft_sizes((1, 2, 4, 8, 32), 3) == (1, 2, 4, 8)
@@ -136,7 +136,7 @@ def test_what_the_host_does_meanwhile_can_be_timed(capsys) -> None:
 
 
 def test_a_prompt_s_last_rows_are_a_recording_s(glm, tmp_path: Path) -> None:
-    """One pass makes those before them, and guesses nothing. So an answer's first guesses take one pass more than
+    """One pass makes those before them, and drafts nothing. So an answer's first drafts take one pass more than
     others, however many they are."""
     engine = engine_of(glm.path, tmp_path)
     recording(engine, (1,))

@@ -1,4 +1,4 @@
-"""What a draft says of its guesses: it is believed as far as it was right, and may only shorten."""
+"""What a draft says of its tokens: it is believed as far as they are accepted, and may only shorten."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def said(*sure: float) -> Draft:
 
 
 def measured(slope: float, sequences: int = 1) -> StepTimes:
-    """A step takes so much longer for each guess."""
+    """A step takes so much longer for each draft token."""
     times = StepTimes()
     for width in (0, 1, 2, 3, 4, 5) * 4:
         times.observe(sequences, sequences * width, 1.0 + slope * width)
@@ -36,7 +36,7 @@ def test_its_word_counts_until_it_was_compared() -> None:
     assert known.chances(said(0.9, 0.2), 2) == pytest.approx([1.0, 0.0], abs=0.05)
 
 
-def test_what_comes_behind_a_wrong_guess_tells_nothing() -> None:
+def test_what_comes_behind_a_rejected_draft_tells_nothing() -> None:
     known = ConfidenceCalibration()
     before = known.chances(said(0.2), 1)
     for _ in range(50):
@@ -53,7 +53,7 @@ def test_a_draft_that_computes_nan_is_not_sure() -> None:
 @pytest.mark.parametrize(("sure", "width"), [
     ((0.95, 0.95, 0.95, 0.95, 0.95), 5), ((0.95, 0.95, 0.05, 0.95, 0.95), 2), ((0.02, 0.9, 0.9, 0.9, 0.9), 1),
 ])  # fmt: skip
-def test_unlikely_guesses_get_no_row_where_rows_are_dear(sure: tuple[float, ...], width: int) -> None:
+def test_unlikely_drafts_get_no_row_where_rows_are_dear(sure: tuple[float, ...], width: int) -> None:
     governor = DraftLengthController(measured(0.3))
     assert governor.shortened([said(*sure)], [SIZE]) == [width]
     assert DraftLengthController(measured(0.001)).shortened([said(*sure)], [SIZE]) == [SIZE]  # all but free
@@ -96,5 +96,5 @@ def gain(says: bool, seed: int = 3, steps: int = 2500) -> float:
     return tokens / seconds
 
 
-def test_knowing_which_guesses_are_good_gains() -> None:
+def test_knowing_which_drafts_are_good_gains() -> None:
     assert gain(True) > 1.015 * gain(False) > 1.3

@@ -108,7 +108,7 @@ def test_an_abandoned_pass_can_be_begun_again(tiny_models) -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_an_engine_replays_prompts_beside_those_who_decode(tiny_models, share) -> None:
-    """Greedy answers where logits differ enough: of the same tokens as without graphs. Below 1 experts travel."""
+    """Greedy answers where logits differ enough: of the same tokens as without graphs. Below 1 experts are streamed."""
     prompts = torch.randint(256, (4, 60), generator=torch.Generator().manual_seed(4)).tolist()
     greedy = SamplingSettings(temperature=0.0, max_tokens=20, ignore_eos=True)
     flags = {"kt_gpu_experts_ratio": share, "kt_cpuinfer": 2, "max_total_tokens": 1024, "disable_radix_cache": True}

@@ -29,7 +29,7 @@ def rates(share: float) -> StreamRates:
     return StreamRates(1000 * (1 - share) / share, 1000.0, 0.0, least_rows=9)
 
 
-def shared(path: object, on_gpu: float, travelling: float, parts: int = 0) -> tuple[Session, ExpertStream]:
+def shared(path: object, on_gpu: float, streamed: float, parts: int = 0) -> tuple[Session, ExpertStream]:
     """A session with a graph of 32 rows of which the CPU has a part. parts: of the ring; 0: so many that it holds two
     layers."""
     session = Session(path, on_gpu, (1, 8))
@@ -41,7 +41,7 @@ def shared(path: object, on_gpu: float, travelling: float, parts: int = 0) -> tu
     most = max(layer.cpu_slots for layer in layers if layer)
     ring = StagingRing(parts or 2 * -(-most // 2), 2, -(-2 * nbytes // 256) * 256)
     followed = StreamReadings(ask=session.usage.ask)
-    stream = ExpertStream(layers, ring, CudaCopyStream(DEVICE, held), rates(travelling), DEVICE, followed)
+    stream = ExpertStream(layers, ring, CudaCopyStream(DEVICE, held), rates(streamed), DEVICE, followed)
     assert stream.holds_layers == (parts == 0)
     for index, each in enumerate(hybrids):
         each.stream, each.index = stream, index
@@ -66,15 +66,15 @@ def last_row(session: Session, batch: ForwardBatch) -> torch.Tensor:
 
 @pytest.mark.parametrize("parts", [0, 2])
 @pytest.mark.parametrize("on_gpu", [0.0, 0.5])
-def test_logits_are_those_of_the_cpu_whatever_travels(tiny_models, on_gpu: float, parts: int) -> None:
+def test_logits_are_those_of_the_cpu_whatever_is_streamed(tiny_models, on_gpu: float, parts: int) -> None:
     """One graph for every share, or one for each part; rows that fill it up change nothing, and decoding goes on from
     what it kept."""
     path = tiny_models[VARIANT]
     exact, theirs = on_the_cpu(path, "float32"), on_the_cpu(path, "bfloat16")
     session, stream = shared(path, on_gpu, 0.5, parts)
     allowed, posts = 2 * rms(theirs, exact), session.side.handoff.times().posts
-    for travelling in (0.5, 0.2, 0.75, 0.5):
-        stream.rates, before = rates(travelling), stream.deliveries.bytes
+    for streamed in (0.5, 0.2, 0.75, 0.5):
+        stream.rates, before = rates(streamed), stream.deliveries.bytes
         assert rms(last_row(session, chunk(0, PROMPT)), exact[7, PROMPT - 1]) < allowed
         assert stream.deliveries.bytes > before
         assert rms(session.step([7], PROMPT, 1)[0, 0], exact[7, PROMPT]) < allowed
@@ -87,7 +87,7 @@ def test_logits_are_those_of_the_cpu_whatever_travels(tiny_models, on_gpu: float
 def test_the_same_bits_each_time_and_after_errors(tiny_models, monkeypatch, parts: int) -> None:
     """An error of the CPU or of the bus fails its step alone."""
     session, stream = shared(tiny_models[VARIANT], 0.5, 0.5, parts)
-    stream._followed = StreamReadings()  # so that the same ones travel
+    stream._followed = StreamReadings()  # so that the same ones are streamed
     right = last_row(session, chunk(0, PROMPT))
     assert all(torch.equal(last_row(session, chunk(0, PROMPT)), right) for _ in range(3))
 

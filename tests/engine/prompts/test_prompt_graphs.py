@@ -1,4 +1,4 @@
-"""What graphs of prompts' chunks read, which chunks fit one, and the order in which experts travel for them."""
+"""What graphs of prompts' chunks read, which chunks fit one, and the order in which experts are streamed for them."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ class Done:
 
 
 def test_what_a_graph_reads_stays_where_it_is(monkeypatch) -> None:
-    """Steps in which other shares of the experts travel have other parts, each of which is kept a while."""
+    """Steps in which other shares of the experts are streamed have other parts, each of which is kept a while."""
     order = pytest.importorskip("tandem.kernels.gpu.prompts.order")
     monkeypatch.setattr(order, "_recorded", {})
     monkeypatch.setattr(order, "_is_recorded", lambda device: True)

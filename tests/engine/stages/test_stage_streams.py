@@ -1,4 +1,4 @@
-"""Experts that travel to stages: each stage brings its own layers, numbered through all of them."""
+"""Experts that are streamed to stages: each stage brings its own layers, numbered through all of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class NotedStream:
 
 
 def test_every_stream_begins_before_a_step(tiny_models) -> None:
-    """In graphs nothing travels; rows that decode beside a prompt wait for it."""
+    """In graphs nothing is streamed; rows that decode beside a prompt wait for it."""
     session = StagedSession(tiny_models["qwen3_moe"], 2, [TorchOps(), TorchOps()])
     batch = session.batch([(0, prompts()[0][:9])])
     calls: list[tuple[Any, ...]] = []

@@ -26,7 +26,7 @@ EVERYTHING = {
     "the CPU has a part": {"alone": False},
     "reserved multiprocessors": {"reserved_sms": 8},
     "experts are shared": {"ring": 1 << 20, "shares": True},
-    "experts travel": {"ring": 1 << 20},
+    "experts are streamed": {"ring": 1 << 20},
     "short chunks": {"shared_tokens": 16},
 }
 
@@ -59,7 +59,7 @@ def test_answers_are_the_same_on_every_path(monkeypatch, caplog, kind: str) -> N
         "prefill graphs": {Path.DECODE_GRAPH, Path.BACKGROUND_GRAPH},
         "the CPU has a part": {Path.DECODE_GRAPH, Path.BACKGROUND},
         "reserved multiprocessors": {Path.DECODE_GRAPH, Path.BACKGROUND_GRAPH},
-        "experts are shared": {Path.DECODE_GRAPH, Path.BACKGROUND_GRAPH}, "experts travel": {Path.DECODE_GRAPH},
+        "experts are shared": {Path.DECODE_GRAPH, Path.BACKGROUND_GRAPH}, "experts are streamed": {Path.DECODE_GRAPH},
         "short chunks": {Path.DECODE_GRAPH, Path.BACKGROUND_GRAPH},
     }  # fmt: skip
     assert {path.value for path in wanted[kind]} <= paths_of(caplog)
@@ -200,7 +200,7 @@ def test_where_the_cpu_has_a_part_slices_run_between_steps(monkeypatch) -> None:
 
 
 def test_a_graph_that_the_cpu_would_have_a_part_in_is_not_replayed(monkeypatch, caplog) -> None:
-    """Experts travelled when it was captured; now some stay at home. The log says the path that is taken."""
+    """Experts were streamed when it was captured; now some stay at home. The log says the path that is taken."""
     engine, calls = decoding(monkeypatch)
     start: Any = engine.gpu_runner._start
     start.alone = False

@@ -117,11 +117,11 @@ def test_copies_give_what_the_last_real_row_gives(real: int) -> None:
 
 
 STEPS = [(3, 3), (3, 0), (0, 0), (3, 2), (2, 2), (1, 0), (0, 0), (3, 3), (3, 1), (1, 1)]
-"""Guesses of a step, and how many of them come."""
+"""Draft tokens of a step, and how many of them are accepted."""
 
 
 class Trial:
-    """A prompt of 5 in slot 2, then steps with guesses behind a sequence in slot 1 that has none; copies fill up."""
+    """A prompt of 5 in slot 2, then steps with drafts behind a sequence in slot 1 that has none; copies fill up."""
 
     def __init__(self, shape: tuple[int, int], dtype: torch.dtype, floor: float) -> None:
         self.case = Case(*shape, dtype, floor, draft_tokens=3)
@@ -129,11 +129,11 @@ class Trial:
         self.known = self.sure = 5
         self.others, self.rows = [other], [mine]
 
-    def go(self, guesses: int, right: int) -> None:
+    def go(self, draft_tokens: int, right: int) -> None:
         case, first, before = self.case, self.known, sum(map(len, self.others))
-        mine = [(2, first + i, 1) for i in range(1 + guesses)]
-        sure = [before, *[self.sure] * (1 + guesses)]
-        other, *own = case.run([(1, before, 1), *mine], sure=sure, wrong=guesses - right)
+        mine = [(2, first + i, 1) for i in range(1 + draft_tokens)]
+        sure = [before, *[self.sure] * (1 + draft_tokens)]
+        other, *own = case.run([(1, before, 1), *mine], sure=sure, wrong=draft_tokens - right)
         self.others.append(other)
         self.rows += own[: 1 + right]
         self.known, self.sure = first + 1 + right, first + 1
@@ -142,7 +142,7 @@ class Trial:
 @pytest.mark.parametrize("dtype", [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("floor", [0.0, -5.0])
-def test_guesses_that_came_are_taken_in_and_wrong_ones_leave_nothing(
+def test_accepted_drafts_are_taken_in_and_rejected_ones_leave_nothing(
     shape: tuple[int, int], dtype: torch.dtype, floor: float
 ) -> None:
     trial, plain = Trial(shape, dtype, floor), Trial(shape, dtype, floor)
@@ -158,7 +158,7 @@ def test_guesses_that_came_are_taken_in_and_wrong_ones_leave_nothing(
     assert all(each[[0, 3]].isnan().all() for each in trial.case.state)
 
 
-def test_a_prompt_goes_on_from_guesses_that_are_not_taken_in_yet() -> None:
+def test_a_prompt_goes_on_from_drafts_that_are_not_taken_in_yet() -> None:
     """A snapshot of such a sequence is taken up by a longer prompt, beside one that decodes."""
     trial = Trial(SHAPES[0], torch.float32, -5.0)
     trial.go(3, 3)
@@ -169,7 +169,7 @@ def test_a_prompt_goes_on_from_guesses_that_are_not_taken_in_yet() -> None:
 
 
 @pytest.mark.parametrize("real", [0, 1, 4])
-def test_copies_beside_guesses_give_what_the_last_row_gives(real: int) -> None:
+def test_copies_beside_drafts_give_what_the_last_row_gives(real: int) -> None:
     case = Case(*SHAPES[0], torch.float32, draft_tokens=3)
     case.memory[2].fill_(0.5)
     for each in (case.mixed, case.forget, case.beta, case.behind):

@@ -22,7 +22,7 @@ if AVAILABLE:
 
 pytestmark = [pytest.mark.gpu, needs_triton]
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
-SLOTS, TAPS, CHANNELS, GUESSES, LENGTH = 6, 4, 300, 2, 100
+SLOTS, TAPS, CHANNELS, DRAFT_TOKENS, LENGTH = 6, 4, 300, 2, 100
 Part = tuple[int, int, int]  # slot, tokens before, new rows
 
 
@@ -49,8 +49,8 @@ class Case:
         self.taps = taps_of(conv, bias)
         self.there = Taps(self.taps.rows.to(DEVICE), biased)
         self.rows = torch.randn(SLOTS, LENGTH, self.width, generator=g).to(DTYPE)
-        whole = torch.full((SLOTS, (TAPS + GUESSES) * CHANNELS + 16), float("nan"), dtype=DTYPE, device=DEVICE)
-        self.ring = whole[:, 16:].view(SLOTS, TAPS + GUESSES, CHANNELS)
+        whole = torch.full((SLOTS, (TAPS + DRAFT_TOKENS) * CHANNELS + 16), float("nan"), dtype=DTYPE, device=DEVICE)
+        self.ring = whole[:, 16:].view(SLOTS, TAPS + DRAFT_TOKENS, CHANNELS)
 
     def run(self, parts: list[Part], single: int = 0, wrong: Tensor | None = None) -> list[Tensor]:
         """What each part gives. wrong: rows that the last ones are in place of."""
@@ -99,11 +99,11 @@ def test_every_cut_gives_what_float64_gives(cuts: list[int], gated: bool, biased
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_guesses_see_each_other_and_leave_nothing(gated: bool) -> None:
+def test_drafts_see_each_other_and_leave_nothing(gated: bool) -> None:
     """As sequences of their own; wrong ones are computed again. A row that decodes beside a prompt has its bits."""
     case = Case(gated, True)
     case.check(2, case.run([(2, 0, 3)])[0])
-    wrong = torch.randn(GUESSES, case.width, generator=torch.Generator().manual_seed(1)).to(DTYPE)
+    wrong = torch.randn(DRAFT_TOKENS, case.width, generator=torch.Generator().manual_seed(1)).to(DTYPE)
     for at in range(3, 19, 2):
         parts = [(2, at, 1), (2, at + 1, 1), (2, at + 2, 1)]
         case.check(2, case.run(parts, wrong=wrong)[0], at)

@@ -111,7 +111,7 @@ def test_rows_of_other_matrices_go_the_long_way(ops: GpuOps, monkeypatch: pytest
 
 SHAPE = Ngram(3, 4, RowTable(3200, 6), 4, 4, 16, 5, Norm(1e-6, plus_one=True))
 OTHER = Ngram(4, 2, RowTable(3200, 8), 3, 3, 20, 5, Norm(1e-6, plus_one=True))
-SLOTS, GUESSES = 4, 2
+SLOTS, DRAFT_TOKENS = 4, 2
 STEPS = [[(0, 5), (0, 23), (0, 1)], [(5, 6), (23, 40), (1, 3)], [(6, 7), (40, 41), (3, 4)], [(7, 8), (41, 42), (4, 5)]]
 
 
@@ -137,8 +137,8 @@ class NgramCase:
 
     def states(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         s = self.shape
-        ids = torch.full((SLOTS, s.longest + GUESSES, 1), float("nan"))
-        ring = torch.full((SLOTS, s.span + GUESSES, s.channels), float("nan"), dtype=dtype)
+        ids = torch.full((SLOTS, s.longest + DRAFT_TOKENS, 1), float("nan"))
+        ring = torch.full((SLOTS, s.span + DRAFT_TOKENS, s.channels), float("nan"), dtype=dtype)
         return ids.to(device), ring.to(device)
 
     def batch(self, spans: list[tuple[int, int]], device: torch.device) -> ForwardBatch:

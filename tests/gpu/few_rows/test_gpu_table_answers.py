@@ -66,7 +66,8 @@ def drafting(tiny_models, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "kernels"])
 def test_answers_with_draft_tokens(drafting: Path, graphs: bool) -> None:
-    """Right guesses and wrong ones: rows of n-grams, blocks of tokens and memories are those of what came."""
+    """Accepted draft tokens and rejected ones: rows of n-grams, blocks of tokens and memories are those of what
+    came."""
     flags = FLAGS | {"speculative_algorithm": "NEXTN", "disable_speculative_governor": True}
     llm = LLM(str(drafting), **flags, page_size=8, disable_cuda_graph=not graphs)
     prompts = [[7, 8, 9, 7, 8], [40] * 5, list(range(60, 65))]

@@ -555,7 +555,7 @@ CHANNELS = {"kimi-linear": (32, 128, 0.0), "ling-3": (32, 128, -5.0), "awkward":
 @compiled_by("card", (HOPPER, LEAST), "model", CHANNELS)
 def test_delta_nets_whose_channels_decay_apart(card: Compiler, ops: GpuOps, model: str) -> None:
     """Rows that decode and chunks, each kernel once, whatever the numbers of rows and sequences; twice where copies of
-    rows may follow, and where guesses stand before a prompt's chunk."""
+    rows may follow, and where draft tokens stand before a prompt's chunk."""
     heads, dim, floor = CHANNELS[model]
     inner, state = heads * dim, channel_state(torch.zeros(20, heads, dim, dim), torch.bfloat16, 6)
     weights = ChannelWeights(*map(torch.zeros, (heads, inner, dim)), 1e-5, floor)
@@ -564,8 +564,8 @@ def test_delta_nets_whose_channels_decay_apart(card: Compiler, ops: GpuOps, mode
         gates, beta = torch.zeros(rows, inner).bfloat16(), torch.zeros(rows, 8 + heads).bfloat16()[:, 8:]
         mixed, step = torch.zeros(rows, 3 * inner), ForwardState(batch, torch.empty(0))
         GpuChannelStateUpdates().corrected(mixed, ChannelGates(gates, beta, gates), step, state, weights)
-        guessed = ForwardState(replace(batch, state_lens=batch.seq_lens), torch.empty(0))
-        GpuChannelStateUpdates().corrected(mixed, ChannelGates(gates, beta, gates), guessed, state, weights)
+        drafted = ForwardState(replace(batch, state_lens=batch.seq_lens), torch.empty(0))
+        GpuChannelStateUpdates().corrected(mixed, ChannelGates(gates, beta, gates), drafted, state, weights)
     counts = {name: len(variants) for name, variants in card.variants.items()}
     in_chunks = dict.fromkeys(("within_blocks", "across_blocks", "_solve", "_carry", "_read"), 1)
     assert counts == {"_keyed": 1, "_fold": 1, "_normed": 2, "_verify": 2, "_keep": 1, **in_chunks}
@@ -624,7 +624,7 @@ def test_gated_delta_nets(card: Compiler, ops: GpuOps, model: str) -> None:
             delta(wide.bfloat16(), narrow.bfloat16(), each, state)
     counts = {name: len(variants) for name, variants in card.variants.items()}
     once = dict.fromkeys(("convolve", "keep", "within", "walk", "gated_norm"), 1)
-    # gates that are there, and that it makes; rows that decode or guess, and what prompts go on from
+    # gates that are there, and that it makes; rows that decode or are drafts, and what prompts go on from
     assert counts == {**once, "_step": 2, "_verify": 2}
 
 

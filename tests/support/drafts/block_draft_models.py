@@ -38,7 +38,7 @@ class BlockDrafted(DrawnChains):
 
     @torch.no_grad()
     def block(self, tokens: list[int], draft_tokens: Rows[int] = ()) -> tuple[list[Tensor], list[float]]:
-        """Logits of each guess behind a text, and how likely it is."""
+        """Logits of each draft token behind a text, and how likely it is."""
         x, last = self._layers(tokens), STAGES - 1
         shares = self._made(f"mtp.{last}.hc_head_", x)[0].sigmoid() + self.config.hc_eps
         x = (shares[..., None] * x).sum(1)
@@ -151,7 +151,7 @@ class BlockDrafted(DrawnChains):
 
 
 def block_drafted(source: Path, path: Path, seed: int = 5, sure: bool = True) -> BlockDrafted:
-    """`source` with DSpark layers, as `path`. sure: they say how likely guesses are."""
+    """`source` with DSpark layers, as `path`. sure: they say how likely draft tokens are."""
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager").eval()
     torch.manual_seed(seed)
     reads, unknown = tuple(range(model.config.num_hidden_layers))[-3:], 9

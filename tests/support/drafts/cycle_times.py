@@ -1,6 +1,7 @@
 """`python tests/support/drafts/cycle_times.py`: what the host does while a GPU would stand still, by a model that is
-small everywhere but in its vocabulary. Between a step's end and the launch of the guesses behind it, and between these
-guesses and the next step. Chains are run by the CPU as GPUs record them (`recorded_chains`); their time is left out.
+small everywhere but in its vocabulary. Between a step's end and the launch of the draft tokens behind it, and between
+these draft tokens and the next step. Chains are run by the CPU as GPUs record them (`recorded_chains`); their time is
+left out.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ SMALL = {
     "o_groups": 2, "o_lora_rank": 64, "moe_intermediate_size": 64, "n_routed_experts": 16, "num_hash_layers": 0,
     "index_n_heads": 2,
 }  # fmt: skip
-TOKENS, GUESSES, ACCEPTANCE = 600, 3, 0.9
+TOKENS, DRAFT_TOKENS, ACCEPTANCE = 600, 3, 0.9
 Ends = dict[str, list[tuple[float, float]]]
 
 
 def told() -> ScriptedSetup:
     asked = ScriptedFlags(
-        "small-v4", ("MXFP4",), (0.0,), (1,), (ACCEPTANCE,), 0.33, GUESSES, False, (), 1, 64, TOKENS, 1, 1, "auto",
+        "small-v4", ("MXFP4",), (0.0,), (1,), (ACCEPTANCE,), 0.33, DRAFT_TOKENS, False, (), 1, 64, TOKENS, 1, 1, "auto",
         "bf16", 0.0, "NEXTN",
     )  # fmt: skip
     small = {"small-v4": CONFIGS["deepseek-v4-flash"] | SMALL}
@@ -61,7 +62,7 @@ def watched(owner: Any, name: str, label: str, ends: Ends) -> None:
 
 
 def as_on_gpu(engine: Engine, ends: Ends) -> None:
-    """Its layer's guesses from a recording; of logits the best of each row is there when a step has ended."""
+    """Its layer's draft tokens from a recording; of logits the best of each row is there when a step has ended."""
     drafter: Any = engine._speculation._drafter  # type: ignore[union-attr]
     stand_in: Any = SimpleNamespace(
         _runner=engine._runner, plan=engine.plan, model_config=engine.model_config,
@@ -87,13 +88,13 @@ def as_on_gpu(engine: Engine, ends: Ends) -> None:
 def main(tokens: int = TOKENS) -> None:
     turns: Any = TimedTurns.__new__(TimedTurns)
     turns._told, turns._asked, ends = told(), ScriptedLoad(1, 64, tokens), Ends()
-    engine = turns._engine(ScriptedDrafts("NEXTN", ACCEPTANCE, GUESSES, False, 0.0))
+    engine = turns._engine(ScriptedDrafts("NEXTN", ACCEPTANCE, DRAFT_TOKENS, False, 0.0))
     as_on_gpu(engine, ends)
     turns.timed(engine)
     steps, filled, draft_tokens = (ends[label] for label in ("step", "filled", "draft_tokens"))
     behind = [fill[1] - max(end for _, end in steps if end < fill[1]) for fill in filled[8:]]
     before = [min(first for first, _ in steps if first > end) - end for _, end in draft_tokens[8:-1]]
-    for what, seconds in (("a step's end to the guesses' launch", behind), ("guesses to the next step", before)):
+    for what, seconds in (("a step's end to the drafts' launch", behind), ("drafts to the next step", before)):
         print(f"{what}: {1e6 * statistics.median(seconds):.0f} us, the least {1e6 * min(seconds):.0f}")
 
 

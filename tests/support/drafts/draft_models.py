@@ -46,7 +46,7 @@ class Drafted(DrawnChains):
 
     @torch.no_grad()
     def logits(self, tokens: list[int], width: int, draft_tokens: Rows[int] = ()) -> list[Tensor]:
-        """Logits of each guess of a chain, [vocab]. guesses: taken for what came; else the likeliest are."""
+        """Logits of each draft token of a chain, [vocab]. draft_tokens: taken as accepted; else the likeliest are."""
         ids = torch.tensor([tokens])
         hidden = self.model(ids[:, :-1], output_hidden_states=True).hidden_states[-1]
         kept = copy.deepcopy(self.layer.config)
@@ -82,7 +82,7 @@ def _run(layer: MtpModel, hidden: Tensor, positions: Tensor, cache: MtpCache, id
 def drafted(
     source: Path, path: Path, *, seed: int = 5, taught: Rows[list[int]] = ()
 ) -> Drafted | StreamDrafted | GatedDrafted | MeanDrafted:
-    """`source` with a draft layer, as `path`. taught: texts that it has learnt, so that it guesses them right."""
+    """`source` with a draft layer, as `path`. taught: texts that it has learnt, so that it drafts them as they are."""
     own = {"deepseek_v4": stream_drafted, "qwen4_exp_text": gated_drafted, "glm5_next_text": mean_drafted}
     if (make := own.get(json.loads((source / "config.json").read_text())["model_type"])) is not None:
         return make(source, path, seed)
@@ -167,13 +167,13 @@ def engine_of(path: Path, tmp_path: Path, **flags) -> Engine:
 
 
 def draft_flags(**flags) -> dict[str, object]:
-    """Three guesses in every step, on a tier whose bits do not depend on the batch."""
+    """Three draft tokens in every step, on a tier whose bits do not depend on the batch."""
     return {"speculative_algorithm": "NEXTN", "kernel_tier": INVARIANT_TIER, "disable_speculative_governor": True,
             "page_size": 4} | flags  # fmt: skip
 
 
 def chunks_of(engine: Engine, *asks) -> Iterator[tuple[list[int], tuple[int, ...]]]:
-    """Chunks of every step: what a sequence had, and what was guessed behind it. Runs the engine."""
+    """Chunks of every step: what a sequence had, and what was drafted behind it. Runs the engine."""
     for ask in asks:
         engine.add(ask)
     told, run_model = [], engine._runner.start

@@ -1,4 +1,4 @@
-"""Answers with guesses of a draft layer, in each of its ways, beside those of plain decoding."""
+"""Answers with tokens of a draft layer, in each of its ways, beside those of plain decoding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ Answers = dict[tuple[str, int], list[int]]
 
 
 class Way(NamedTuple):
-    """right: the share of guesses that are; None: the layer's own. pages: of the cache; None: enough for all."""
+    """right: the share of draft tokens that are accepted; None: the layer's own. pages: of the cache; None: enough for
+    all."""
 
     width: int
     governed: bool
@@ -89,5 +90,5 @@ def check(known: Plain, way: Way, algorithm: str = "NEXTN") -> None:
     if not way.governed:
         assert sum(said.widths[1:]) > said.widths[0] and said.widths[way.width] > 0
     if not way.governed and way.right is not None:
-        assert (said.right_guesses > 0) == (way.right > 0)
+        assert (said.accepted_tokens > 0) == (way.right > 0)
     check_pages(engine)

@@ -14,7 +14,7 @@ class Reference(Protocol):
 
 class DrawnChains:
     def chain(self: Reference, tokens: list[int], width: int) -> list[int]:
-        """Guesses of the layer behind `tokens`, each guess taken for what came. A shorter chain is a longer one's
+        """Draft tokens of the layer behind `tokens`, each taken as accepted. A shorter chain is a longer one's
         beginning."""
         known = self.__dict__.setdefault("_chains", {})
         if len(known.get(tuple(tokens), ())) < width:

@@ -33,7 +33,7 @@ class GatedDrafted(DrawnChains):
 
     @torch.no_grad()
     def logits(self, tokens: list[int], width: int, draft_tokens: Rows[int] = ()) -> list[Tensor]:
-        """Logits of each guess of a chain, [vocab]. guesses: taken for what came; else the likeliest are."""
+        """Logits of each draft token of a chain, [vocab]. draft_tokens: taken as accepted; else the likeliest are."""
         streams, ids, found = self._streams(tokens[:-1]), list(tokens[1:]), list[Tensor]()
         while True:
             after = self._layer(streams, ids)

@@ -1,6 +1,6 @@
 """Decoding with a draft layer and the governor, in made-up time: rows cost what the union of their experts does.
 
-`python tests/support/drafts/governed_grid.py` prints the table of docs/lab/guesses.md.
+`python tests/support/drafts/governed_grid.py` prints the table of docs/lab/draft-tokens.md.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SEEDS = (11, 23, 37)
 @dataclass(frozen=True)
 class Shape:
     """In steps of one row: dense: what does not depend on experts; row: of each more; draw: of a drawing pass; made: of
-    each row that is made up for; alone: of a drawing that no recording holds. foretold: guesses need no drawing."""
+    each row that is made up for; alone: of a drawing that no recording holds. foretold: drafts need no drawing."""
 
     dense: float
     row: float
@@ -37,7 +37,7 @@ class Shape:
     recorded_rows: int = 8
 
     def step(self, widths: Rows[int], overlap: float) -> float:
-        """Time of a step of sequences with so many guesses: each distinct expert is read once."""
+        """Time of a step of sequences with so many draft tokens: each distinct expert is read once."""
         unused = math.prod(1.0 - TOP_K * (1.0 + (1.0 - overlap) * width) / EXPERTS for width in widths)
         rows = len(widths) + sum(widths)
         return self.dense + (1.0 - self.dense) * EXPERTS * (1.0 - unused) / TOP_K + self.row * (rows - 1)
@@ -70,7 +70,7 @@ class Text(SimpleNamespace):
 
 
 class Foretelling:
-    """A `Drafter` whose guesses cost nothing."""
+    """A `Drafter` whose draft tokens cost nothing."""
 
     def propose(self, sequence: Text, most: int) -> Draft:
         return Draft((1,) * most, (1,) * most)
@@ -79,7 +79,7 @@ class Foretelling:
 
 
 class Layer:
-    """A `Drafter` and `BatchDrafter`. Token 1 is the one that comes, if a guess is right."""
+    """A `Drafter` and `BatchDrafter`. Token 1 is the one that comes, if a draft token is accepted."""
 
     def __init__(self, shape: Shape, spend) -> None:
         self._shape, self._spend, self._made, self.unusual = shape, spend, dict[Text, int](), False
@@ -115,7 +115,7 @@ class Decoding:
         )
 
     def gain(self, tokens: int) -> float:
-        """Gain of so many guesses of each sequence: 1 where nothing is guessed."""
+        """Gain of so many draft tokens of each sequence: 1 where nothing is drafted."""
         begun, before = self.spent, self._tokens()
         while self._tokens() - before < tokens * len(self.texts):
             self._step()

@@ -35,7 +35,7 @@ class MeanDrafted(DrawnChains):
 
     @torch.no_grad()
     def logits(self, tokens: list[int], width: int, draft_tokens: Rows[int] = ()) -> list[Tensor]:
-        """Logits of each guess of a chain, [vocab]. guesses: taken for what came; else the likeliest are."""
+        """Logits of each draft token of a chain, [vocab]. draft_tokens: taken as accepted; else the likeliest are."""
         hidden, ids, found = self._means(tokens[:-1]), list(tokens[1:]), list[Tensor]()
         while True:
             after = self._layer(hidden, ids)[:, -1:]

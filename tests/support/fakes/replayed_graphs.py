@@ -197,8 +197,8 @@ def replayed_engine(
     prompts: tuple[int, ...] = (16,), ring: int = 0, shared_tokens: int = 0, reserved_sms: int = 0,
     plain: tuple[int, ...] = (), drafter: Drafter | None = None, leader: Any = None, group: Any = None, **plan: Any,
 ) -> tuple[Engine, list[str]]:  # fmt: skip
-    """An engine, and what its runner does, in order. alone, shares: as `NotedStart`; ring: whether experts travel.
-    plain: rows that have a graph of steps without drafts, too. leader, group: of several ranks."""
+    """An engine, and what its runner does, in order. alone, shares: as `NotedStart`; ring: whether experts are
+    streamed. plain: rows that have a graph of steps without drafts, too. leader, group: of several ranks."""
     calls: list[str] = []
     without_gpu(patch, calls)
     gpu = gpu_plan(

@@ -1,8 +1,8 @@
 """GLM-5.3-Flash: Kimi-Linear's delta nets with a floor, and latent attention that does not turn and looks at pools of
 tokens that an indexer chooses; several streams, whose mean is taken in the end; all activations clamped.
 
-Only its text. Its draft layer has one stream, and takes the mean of the model's: no published file has other tensors,
-and no published guesses have been compared. What is guessed is verified.
+Only its text. Its draft layer has one stream, and takes the mean of the model's: no published file has other tensors.
+No published draft tokens have been compared. What is drafted is verified.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 tokens. Residual streams never mix. N-grams come out of a table that is read by row.
 
 Transformers leaves the draft layer out. Here all streams pass one norm together, and the token's projection is added to
-each; no published guesses have been compared, but what is guessed is verified.
+each; no published draft tokens have been compared, but what is drafted is verified.
 """
 
 from __future__ import annotations

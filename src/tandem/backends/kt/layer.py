@@ -136,7 +136,9 @@ class KtLayer:
         return self._mask.copy_(self.gpu_experts_mask, non_blocking=True)
 
     def submit_write_weight_scale_to_buffer(self, *args: Any, **kwargs: Any) -> None:
-        raise ConfigError(f"{WHERE}: experts do not travel to SGLang's GPU: leave --kt-gpu-prefill-token-threshold out")
+        raise ConfigError(
+            f"{WHERE}: experts are not streamed to SGLang's GPU: leave --kt-gpu-prefill-token-threshold out"
+        )
 
     sync_write_weight_scale_to_buffer = submit_write_weight_scale_to_buffer
 
@@ -202,7 +204,7 @@ def _check_same(spec: LayerRequest, model: ModelExperts) -> None:
 def _log_once(spec: LayerRequest, model: ModelExperts) -> None:
     _log.warning("experts: %s", model.text())
     if spec.max_deferred_experts_per_token:
-        _log.warning("--kt-max-deferred-experts-per-token changes nothing: no expert is late")
+        _log.warning("--kt-max-deferred-experts-per-token changes nothing: no expert is deferred")
     own = int(spec.gpu_experts_mask.sum()) if spec.gpu_experts_mask is not None else spec.num_gpu_experts
     for fault in known_faults(own, model.config.moe.router.scale, spec.masked):
         _log.warning("%s", fault)

@@ -79,14 +79,14 @@ def formats_from_names(directory: Path, model: ModelConfig) -> StoredFormats:
     if index.has_matrix("lm_head"):  # whatever config.json says of it
         model = replace(model, tied_embeddings=False)
     config, hints = read_json(directory / "config.json"), quant_hints(directory)
-    guesses = list(_guesses(index.names, config, hints, model))
-    chosen = guesses[0]
+    candidates = list(_candidates(index.names, config, hints, model))
+    chosen = candidates[0]
     if index.total_bytes:
         tables = sum(table.rows * table.width for table in model.tables)
         total = index.total_bytes - int(tables * _table_format(index.names).bytes_per_weight)
-        chosen = min(guesses, key=lambda matrices: _distance(matrices, max(1, total)))
-        if _distance(guesses[0], max(1, total)) < CLOSE:
-            chosen = guesses[0]  # what the configuration says, if it can be
+        chosen = min(candidates, key=lambda matrices: _distance(matrices, max(1, total)))
+        if _distance(candidates[0], max(1, total)) < CLOSE:
+            chosen = candidates[0]  # what the configuration says, if it can be
     return replace(stored_formats(chosen), tables=_table_format(index.names))
 
 
@@ -110,7 +110,7 @@ def _distance(matrices: Matrices, total: int) -> float:
     return abs(file_bytes(matrices) / total - 1)
 
 
-def _guesses(
+def _candidates(
     names: tuple[str, ...], config: Mapping[str, Any], hints: QuantHints, model: ModelConfig
 ) -> Iterator[Matrices]:
     """The most likely first."""

@@ -19,7 +19,7 @@ from tandem.planner.host_memory import INPUT_ALIGNED_BYTES
 class GraphPlan:
     """sizes: rows of the graphs to capture, ascending; pages: of the longest sequence; warm_ups: runs before a capture,
     which compile kernels and let libraries allocate; speculative: steps may have rows of drafts; plain_sizes: of
-    `sizes`, those that have a second graph, for steps that neither have guesses nor follow some; windowed: layers that
+    `sizes`, those that have a second graph, for steps that neither have drafts nor follow some; windowed: layers that
     see a window have pages of their own; prompts: rows of chunks that are captured, too; no_decodes: and replayed where
     nobody decodes; splits: rows of such chunks in which the CPU has a part, where that pays; each_row: every row is a
     sequence of its own, so that its bits are those of one that decodes; drafting: a draft layer runs between steps, so

@@ -1,4 +1,4 @@
-"""Input of `tandem.LLM`, checked as strictly as the server checks JSON: nothing is guessed or dropped."""
+"""Input of `tandem.LLM`, checked as strictly as the server checks JSON: nothing is inferred or dropped."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class StartRank(msgspec.Struct, frozen=True, kw_only=True):
 
 class SentRows(msgspec.Struct, frozen=True, array_like=True):
     """Rows of one sequence in a step: `tokens` from position `first` on, logits of the last `logits`. It holds `held`
-    pages. Of a draft layer's rows each token is the one behind its position, and `logits` is 1 where the last guesses.
+    pages. Of a draft layer's rows each token is the one behind its position, and `logits` is 1 where the last drafts.
 
     pages, windows: places of its tables that differ from what was said of it before. draft_tokens: so many last tokens
     are drafts. state_len: tokens that its slot's folds hold.
@@ -42,10 +42,11 @@ class SentRows(msgspec.Struct, frozen=True, array_like=True):
 
 class StepList(msgspec.Struct, frozen=True, array_like=True):
     """Copies of slots, from and to, then a step. ended: sequences that no later list names. warms: it loads GPU kernels
-    before the start, through one layer of each kind; streams: whose experts travel. committed: tokens that the rows of
-    the step before were, once wrong drafts were dropped; None: nobody says so. widths: how many drafts are made of each
-    run that guesses, where these are rows of the draft layer; None: of the model. task: what becomes of a prefill that
-    is computed in pieces between steps; these are the rows of one that begins; None: it is no matter of one."""
+    before the start, through one layer of each kind; streams: whose experts are streamed. committed: tokens that the
+    rows of the step before were, once rejected drafts were dropped; None: nobody says so. widths: how many drafts are
+    made of each run that drafts, where these are rows of the draft layer; None: of the model. task: what becomes of a
+    prefill that is computed in pieces between steps; these are the rows of one that begins; None: it is no matter of
+    one."""
 
     number: int
     rows: list[SentRows]

@@ -11,7 +11,7 @@ from tandem.models.batch import ForwardBatch
 
 
 class DraftRows(NamedTuple):
-    """Rows of one sequence from `first` on, with the tokens one behind them. wanted: the last one guesses."""
+    """Rows of one sequence from `first` on, with the tokens one behind them. wanted: the last one drafts."""
 
     sequence: Sequence
     first: int
@@ -24,7 +24,7 @@ class DraftRows(NamedTuple):
 
 
 def parted(runs: Rows[DraftRows], most: int) -> tuple[list[DraftRows], list[DraftRows]]:
-    """Runs to make first, whose rows guess nothing, and the last rows of runs that guess, at most `most` each."""
+    """Runs to make first, whose rows draft nothing, and the last rows of runs that draft, at most `most` each."""
     before, last = [run for run in runs if not run.wanted], list[DraftRows]()
     for run in (run for run in runs if run.wanted):
         early = max(0, len(run.tokens) - most)

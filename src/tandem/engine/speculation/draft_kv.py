@@ -14,7 +14,7 @@ from tandem.engine.state.kv_cache import KVCache
 class DraftKv(Protocol):
     def computed_rows(self, sequence: Sequence) -> tuple[int, list[int]]:
         """Its rows that are there, or that no row behind them asks for; and the whole pages among them whose last row
-        is of another token than its own. One row at least is left, so that a pass leads to a guess."""
+        is of another token than its own. One row at least is left, so that a pass leads to a draft token."""
         ...
 
     def note(self, sequence: Sequence, rows: int) -> None:

@@ -1,8 +1,8 @@
-"""`DraftLengthController`: how many guesses are worth a row in the next step.
+"""`DraftLengthController`: how many draft tokens are worth a row in the next step.
 
-Each guess lengthens the step by what its row costs, and saves a share of a later step if it comes. Both are measured:
-the cost by the time of steps, the chance by comparing guesses with what came, whether a row was computed for them or
-not. So a step without guesses costs nothing more, and still tells whether they would have been right.
+Each draft token lengthens the step by what its row costs. If accepted, it saves a share of a later step. Both are
+measured: the cost by the time of steps, the chance by comparing drafts with what came. Drafts without a row are
+compared, too. So a step without drafts costs nothing more, and still tells whether they would have been accepted.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from tandem.engine.speculation.confidence import ConfidenceCalibration
 from tandem.engine.speculation.draft import LAYER_KINDS, Draft
 from tandem.engine.speculation.step_times import StepTimes
 
-LEAST_GAIN = 1.02  # below it a step goes without guesses: a difference this small may be none
-LEAST_CHANCE = 0.02  # of a guess that is looked at
-PROBE_EVERY = 64  # steps with guesses, then one without; likewise steps without, then a trial
-ASKED_EVERY = 64  # steps without guesses, where not even what may be hoped for would pay
+LEAST_GAIN = 1.02  # below it a step goes without drafts: a difference this small may be none
+LEAST_CHANCE = 0.02  # of a draft token that is looked at
+PROBE_EVERY = 64  # steps with draft tokens, then one without; likewise steps without, then a trial
+ASKED_EVERY = 64  # steps without drafts, where not even what may be hoped for would pay
 LONGEST_PATIENCE = 1024  # of those steps: each trial that changes nothing doubles them
 CLOSE_PATIENCE = 192  # at most, where a trial loses little: not much has to change
 _SHORT_TRIAL, _LONG_TRIAL = 3, 8  # steps: of any trial, and of one that loses little
 WIDER_EVERY = 8  # steps, then one that has all that might pay: what was never tried is never known
-_LEAST_WIDER = 0.9  # of the tokens per second that are expected without more guesses: else they are not tried
-_MEMORY = 0.97  # of a sequence's counts, from guess to guess
+_LEAST_WIDER = 0.9  # of the tokens per second that are expected without more draft tokens: else they are not tried
+_MEMORY = 0.97  # of a sequence's counts, from one draft token to the next
 _SERVER_MEMORY = 0.995
-_SERVER_WEIGHT = 4.0  # guesses that the server's mean counts as, for a sequence
-_MOST_EVIDENCE = 32.0  # guesses that the server's count as, where it is asked how sure that mean is
+_SERVER_WEIGHT = 4.0  # draft tokens that the server's mean counts as, for a sequence
+_MOST_EVIDENCE = 32.0  # draft tokens that the server's count as, where it is asked how sure that mean is
 _FIRST_CHANCES = {1: 0.3, 2: 0.5, 3: 0.7, 4: 0.8, 5: 0.85}  # by kind
-_LAYERS_CHANCE = 0.8  # of a trained draft layer's guess
+_LAYERS_CHANCE = 0.8  # of a trained draft layer's token
 
 
 class _Acceptance:
-    """Hits and trials of guesses of one kind; old ones fade."""
+    """Hits and trials of draft tokens of one kind; old ones fade."""
 
     __slots__ = ("hits", "trials")
 
@@ -49,16 +49,16 @@ class _Acceptance:
 
 
 class Beliefs(NamedTuple):
-    """seconds: of a step, by guesses of each sequence: 0, 1, …; empty while a step without guesses is not known.
-    chances: that a guess comes if those before it do, by kind."""
+    """seconds: of a step, by draft tokens of each sequence: 0, 1, …; empty while a step without drafts is not known.
+    chances: that a draft token is accepted if those before it are, by kind."""
 
     seconds: list[float]
     chances: list[float]
 
 
 class Chances:
-    """Probabilities that guesses come, with their drafts' numbers: the likeliest first. Each list is worked out when it
-    is asked for: most steps need the first one only."""
+    """Probabilities of acceptance of draft tokens, with their drafts' numbers: the likeliest first. Each list is worked
+    out when it is asked for: most steps need the first one only."""
 
     def __init__(self, by: Callable[[float], list[tuple[float, int]]]) -> None:
         """by: so many deviations above the mean."""
@@ -80,18 +80,18 @@ class Chances:
 
 
 class DraftLengths(Protocol):
-    """Says which guesses get a row."""
+    """Says which draft tokens get a row."""
 
     def widths(self, sequences: Rows[Sequence], drafts: Rows[Draft | None], room: int) -> list[int]:
-        """Guesses of each draft that get a row, `room` in all at most."""
+        """Draft tokens of each draft that get a row, `room` in all at most."""
         ...
 
     def shortened(self, drafts: Rows[Draft | None], widths: list[int]) -> list[int]:
-        """The same, or fewer: after they were drawn, by what is said of each guess."""
+        """The same, or fewer: after they were drawn, by what is said of each draft token."""
         ...
 
     def learn(self, sequence: Sequence, draft: Draft, tokens: Rows[int]) -> None:
-        """tokens: the tokens that the sequence got. Those behind the first that was guessed wrong tell nothing."""
+        """tokens: the tokens that the sequence got. Those behind the first rejected draft token tell nothing."""
         ...
 
     def forget(self, sequence: Sequence) -> None:
@@ -99,7 +99,7 @@ class DraftLengths(Protocol):
         ...
 
     def believed(self, sequences: int, most: int) -> Beliefs:
-        """Beliefs about steps of so many sequences with up to `most` guesses each; empty where nothing depends on
+        """Beliefs about steps of so many sequences with up to `most` draft tokens each; empty where nothing depends on
         them."""
         ...
 
@@ -121,9 +121,9 @@ class DraftLengthController:
         self._server: dict[int, _Acceptance] = {}
         self._known: dict[Sequence, dict[int, _Acceptance]] = {}
         self._with = self._without = 0  # steps since the last probe
-        self._trying = self._tried = 0  # guesses of a trial under way, and its steps
+        self._trying = self._tried = 0  # draft tokens of a trial under way, and its steps
         self._patience = PROBE_EVERY
-        self._narrow = 0  # steps since one had all guesses that might pay
+        self._narrow = 0  # steps since one had all draft tokens that might pay
         self._sureness, self._measures = ConfidenceCalibration(), False
         self.stays = 0
 
@@ -160,7 +160,7 @@ class DraftLengthController:
         return shorter
 
     def _worth(self, sequences: int, chances: Rows[float]) -> int:
-        """How many of guesses that are drawn, the likeliest first, give the most tokens per second."""
+        """How many of the draft tokens that are drawn, the likeliest first, give the most tokens per second."""
         cost, tokens, best, most = self.times.curve(sequences), float(sequences), 1, 0.0
         for draft_tokens, chance in enumerate(chances, 1):
             tokens += chance
@@ -171,8 +171,8 @@ class DraftLengthController:
     def learn(self, sequence: Sequence, draft: Draft, tokens: Rows[int]) -> None:
         self._sureness.learn(draft, tokens)
         known = self._known.setdefault(sequence, {})
-        for token, guess, kind in zip(tokens, draft.tokens, draft.kinds, strict=False):
-            hit = token == guess
+        for token, draft_token, kind in zip(tokens, draft.tokens, draft.kinds, strict=False):
+            hit = token == draft_token
             known.setdefault(kind, _Acceptance()).add(hit, _MEMORY)
             self._server_counts(kind).add(hit, _SERVER_MEMORY)
             if not hit:
@@ -190,8 +190,8 @@ class DraftLengthController:
         return Beliefs(seconds, [counts.hits / counts.trials for _, counts in sorted(self._server.items())])
 
     def chance(self, sequence: Sequence, kind: int, deviations: float = -1.0) -> float:
-        """That a guess of this kind comes: the mean less one deviation, so that little evidence promises little.
-        deviations: or so many more."""
+        """That a draft token of this kind is accepted: the mean less one deviation, so that little evidence promises
+        little. deviations: or so many more."""
         server = self._server_counts(kind)
         own = self._known.get(sequence, {}).get(kind) or _Acceptance()
         trials = own.trials + _SERVER_WEIGHT
@@ -209,8 +209,8 @@ class DraftLengthController:
     def _chances(
         self, sequences: Rows[Sequence], drafts: Rows[Draft | None], deviations: float
     ) -> list[tuple[float, int]]:
-        """Probability of every guess that it and all before it come, with its draft's number; the likeliest first.
-        Those of a draft never rise, and sorting keeps their order."""
+        """Probability of every draft token that it and all before it are accepted, with its draft's number; the
+        likeliest first. Those of a draft never rise, and sorting keeps their order."""
         ranked: list[tuple[float, int]] = []
         for number, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):
             chance = 1.0
@@ -223,8 +223,8 @@ class DraftLengthController:
         return ranked
 
     def _best(self, sequences: int, chances: Chances) -> int:
-        """The number of guesses that gives the most tokens per second."""
-        if self._with >= PROBE_EVERY:  # what a step without guesses takes may have changed
+        """The number of draft tokens that gives the most tokens per second."""
+        if self._with >= PROBE_EVERY:  # what a step without drafts takes may have changed
             self._with = self._narrow = 0
             return 0
         best = self._fastest(sequences, chances.low)
@@ -239,7 +239,7 @@ class DraftLengthController:
         return 0
 
     def _trial(self, sequences: int, chances: Chances) -> int:
-        """As if rows were cheap and guesses good: they may have become so. What was drawn for its first step may have
+        """As if rows were cheap and drafts good: they may have become so. What was drawn for its first step may have
         taken longer than usual, and one step says little; so it has several in a row."""
         if not self._trying:
             self._trying, self._tried = self._fastest(sequences, chances.high, hopeful=True), 0
@@ -253,7 +253,7 @@ class DraftLengthController:
         return 0
 
     def _wider(self, sequences: int, chances: Chances, best: int) -> int:
-        """Now and then: the number of all guesses that might pay, if that is more than the best and costs little."""
+        """Now and then: the number of draft tokens that might pay, if it is more than the best and costs little."""
         self._narrow += 1
         if self._narrow < WIDER_EVERY:
             return 0
@@ -262,7 +262,8 @@ class DraftLengthController:
         return count if count > best and self._loses_little(sequences, chances, best, count) else 0
 
     def _loses_little(self, sequences: int, chances: Chances, best: int, more: int) -> bool:
-        """Whether `more` guesses instead of `best` cost next to nothing, if those come that are likely to."""
+        """Whether `more` draft tokens instead of `best` cost next to nothing, if those are accepted that are likely to
+        be."""
         cost = self.times.curve(sequences)
         usual, slower = ((sequences + sum(each for each, _ in chances.likely[:n])) / cost(n) for n in (best, more))
         return slower >= _LEAST_WIDER * usual

@@ -19,7 +19,7 @@ from tandem.planner.choices.speculation import SpeculationPlan
 from tandem.planner.cuda_graphs import draft_sizes
 from tandem.spec.drafts import window_of
 
-SEQUENCES_AT_ONCE = 16  # of a pass that guesses blocks and is no graph: each has logits of all its rows
+SEQUENCES_AT_ONCE = 16  # of a pass that drafts blocks and is no graph: each has logits of all its rows
 ROWS_OF_EACH = 2  # times the rows of a step: what may have come since a draft layer's last pass, in a graph
 
 

@@ -1,4 +1,4 @@
-"""`GpuRollouts`: a draft layer's guesses on a GPU: the first pass is a CUDA graph, each later one another's replay.
+"""`GpuRollouts`: a draft layer's tokens on a GPU: the first pass is a CUDA graph, each later one another's replay.
 
 What a pass leaves for the next one stays on the GPU. So the host waits once, when the last one was given.
 """
@@ -31,9 +31,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GpuDrafts:
-    """A draft layer on a GPU. begin_step: as `GpuRunner` has it. at_once: all guesses of so many sequences are made
-    together, at most; 0: one guess is made after the other. ranked: other ranks make the same recordings, and none may
-    do without."""
+    """A draft layer on a GPU. begin_step: as `GpuRunner` has it. at_once: all draft tokens of so many sequences are
+    made together, at most; 0: one draft token is made after the other. ranked: other ranks make the same recordings,
+    and none may do without."""
 
     model: DraftingModel
     states: Rows[tuple[Tensor, ...]]
@@ -47,7 +47,7 @@ class GpuDrafts:
         return self.model.draft(hidden, batch, self.states)
 
     def single_pass(self) -> Pass:
-        """Pass of a batch in host memory. Its experts are those of few rows, so none of them travels."""
+        """Pass of a batch in host memory. Its experts are those of few rows, so none of them is streamed."""
 
         def run(hidden: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
             self.begin_step(batch, True)
@@ -57,7 +57,7 @@ class GpuDrafts:
 
 
 class BlockRollout:
-    """A function of no arguments that makes all guesses of a block, and what it leaves in host memory."""
+    """A function of no arguments that makes all draft tokens of a block, and what it leaves in host memory."""
 
     def __init__(self, drafts: GpuDrafts, shape: RolloutShape) -> None:
         self._drafts, device = drafts, drafts.handoff.device
@@ -85,7 +85,7 @@ class Rollout:
         self._ids, self._positions, self._owners = (torch.zeros_like(self._tokens[0]) for _ in range(3))
         self._hidden: Tensor | None = None
         pinned = device.type == "cuda"
-        self.tokens = torch.zeros(self._tokens.shape, dtype=torch.int64, pin_memory=pinned)  # [guesses, sequences]
+        self.tokens = torch.zeros(self._tokens.shape, dtype=torch.int64, pin_memory=pinned)  # [draft tokens, sequences]
         self.confidences: Tensor | None = None
 
     def first(self) -> None:
@@ -129,8 +129,8 @@ class _RecordedRollout:
 
 
 class GpuRollouts:
-    """`Rollouts`. Rows of a prompt are more than a recording has: one pass makes all but the last of them, and guesses
-    nothing. Where more sequences are wanted than a recording has, all runs pass by pass."""
+    """`Rollouts`. Rows of a prompt are more than a recording has: a pass makes all but the last, and drafts nothing.
+    Where more sequences are wanted than a recording has, all runs pass by pass."""
 
     def __init__(self, drafts: GpuDrafts, shapes: Rows[RolloutShape], page_size: int) -> None:
         """shapes: to record, by their sequences, ascending."""
@@ -144,11 +144,11 @@ class GpuRollouts:
         self._recorded: list[tuple[Rollout | BlockRollout, _RecordedRollout, _RecordedRollout]] = []
         try:
             self._record(shapes)
-        except Exception as error:  # too little memory, most of all; guesses are drawn without them, too
+        except Exception as error:  # too little memory, most of all; draft tokens are drawn without them, too
             if drafts.ranked:
                 raise
             self._recorded = []
-            _log.warning("guesses are drawn pass by pass: %s", error)
+            _log.warning("draft tokens are drawn pass by pass: %s", error)
 
     def _record(self, shapes: Rows[RolloutShape]) -> None:
         pool: Any = None
@@ -157,7 +157,7 @@ class GpuRollouts:
                 chain, pool = self._captured(shape, pool)
                 self._recorded.insert(0, chain)
         if shapes:
-            _log.info("captured CUDA graphs of guesses for %s sequences", ", ".join(str(s.sequences) for s in shapes))
+            _log.info("captured draft CUDA graphs for %s sequences", ", ".join(str(s.sequences) for s in shapes))
 
     def chains(self, runs: list[DraftRows], widths: Rows[int]) -> list[list[int]]:
         count = sum(run.wanted for run in runs)

@@ -1,4 +1,4 @@
-"""`NextN`: guesses by the checkpoint's draft layer, in a chain: each takes the one before for what came.
+"""`NextN`: draft tokens by the checkpoint's draft layer, in a chain: each takes the one before as accepted.
 
 The layer has rows of its own beside the sequence's. Row p is of the token at p + 1 and of the model's hidden state at
 p, which is kept. It depends on nothing else. So rows are made when they are first needed, in any number: `DraftKv`
@@ -26,7 +26,7 @@ class NextN:
         """most_rows: of one pass."""
         self._chain, self._rows, self._page_size, self._most_rows = chains, rows, page_size, most_rows
         self.unusual = False
-        self._confidences: dict[Sequence, tuple[float, ...]] = {}  # how likely the last guesses are
+        self._confidences: dict[Sequence, tuple[float, ...]] = {}  # how likely the last draft tokens are
 
     def propose(self, sequence: Sequence, most: int) -> Draft | None:
         return Draft((), tuple(range(LAYER_KINDS, LAYER_KINDS + most)))
@@ -35,8 +35,8 @@ class NextN:
         return sequence.computed_len - self._rows.computed_rows(sequence)[0]
 
     def draw(self, requests: Rows[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
-        """A sequence with more rows to make up for than a pass has gets them over several steps, and no guesses. After
-        a failure no row counts as made."""
+        """A sequence with more rows to make up for than a pass has gets them over several steps, and no drafts.
+        After a failure no row counts as made."""
         draft_tokens: dict[Sequence, list[int]] = {sequence: [] for sequence, _ in requests}
         self.unusual, left = False, list(draft_tokens)
         try:
@@ -57,7 +57,7 @@ class NextN:
     def _chains(
         self, sequences: Rows[Sequence], widths: dict[Sequence, int], drawn: dict[Sequence, list[int]]
     ) -> list[Sequence]:
-        """Makes the guesses of those that can go together. Returns the others."""
+        """Makes the draft tokens of those that can go together. Returns the others."""
         ready, runs, left = self._first_runs(sequences)
         if runs:
             draft_tokens = self._chain.chains(runs, [widths[sequence] for sequence in ready])
@@ -67,8 +67,8 @@ class NextN:
         return left
 
     def _first_runs(self, sequences: Rows[Sequence]) -> tuple[list[Sequence], list[DraftRows], list[Sequence]]:
-        """Sequences that get a guess, runs of the rows since the last pass, and sequences that have to wait. One of two
-        waits where they share a page and go on differently behind it: its last row cannot be both's."""
+        """Sequences that get a draft token, runs of the rows since the last pass, and sequences that have to wait. One
+        of two waits where they share a page and go on differently behind it: its last row cannot be both's."""
         ready, runs, left, room = list[Sequence](), list[DraftRows](), list[Sequence](), self._most_rows
         size, partners = self._page_size, list[Sequence]()
         for sequence in sequences:

@@ -1,4 +1,4 @@
-"""`NGram`: guesses that what followed the text's last tokens before follows them again.
+"""`NGram`: drafts what followed the text's last tokens before.
 
 It needs no weights: it looks the end of a text up in the text itself, prompt and answer (Saxena, 2023, "Prompt lookup
 decoding"). The search is that of LZ77 with chains of hashes.
@@ -66,13 +66,13 @@ class _SequenceText:
             self._search()
 
     def draft(self, most: int) -> Draft:
-        """From `at` on; where that reaches the end of the text, on with the guesses themselves."""
+        """From `at` on; where that reaches the end of the text, on with the draft tokens themselves."""
         tokens, period = self._tokens[self.at : self.at + most], len(self._tokens) - self.at
         while len(tokens) < most:
             tokens.append(tokens[len(tokens) - period])
         kinds = tuple(
             kind_of(self.matched + i) for i in range(most)
-        )  # if the ones before come, the match is as much longer
+        )  # if the ones before are accepted, the match is as much longer
         return Draft(tuple(tokens), kinds)
 
     def _index(self, end: int) -> None:

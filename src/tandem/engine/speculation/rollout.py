@@ -1,4 +1,4 @@
-"""`Rollouts`: how a draft layer's guesses are computed, each taken for what came by the next."""
+"""`Rollouts`: how a draft layer's tokens are computed, each taken as accepted by the next."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tandem.engine.speculation.draft_batch import DraftRows, batch_of
 from tandem.models.batch import ForwardBatch
 
 Pass = Callable[[Tensor | None, ForwardBatch], tuple[Tensor, Tensor]]
-"""Hidden states, or those that pages keep, and a batch in host memory -> guesses, and what stands for hidden states."""
+"""Hidden states, or those that pages keep, and a batch in host memory -> draft tokens, and what stands for hidden
+states."""
 
 
 @runtime_checkable
@@ -35,11 +36,11 @@ class Rollouts(Protocol):
 
     @property
     def confidences(self) -> Rows[Rows[float]]:
-        """Probabilities of the last call's guesses, a row per run; of no run where nobody says."""
+        """Probabilities of the last call's draft tokens, a row per run; of no run where nobody says."""
         ...
 
     def chains(self, runs: list[DraftRows], widths: Rows[int]) -> list[list[int]]:
-        """Makes all rows. Of each run that is wanted, in order, so many guesses."""
+        """Makes all rows. Of each run that is wanted, in order, so many draft tokens."""
         ...
 
 
@@ -71,7 +72,7 @@ class StepwiseRollouts:
 
 
 class BlockRollouts:
-    """`Rollouts` of layers that guess a block: one pass makes all guesses of a sequence."""
+    """`Rollouts` of layers that draft a block: one pass makes all draft tokens of a sequence."""
 
     unusual = False
 
@@ -101,5 +102,5 @@ def on_cpu(model: DraftingModel, states: Rows[tuple[Tensor, ...]]) -> Pass:
 
 
 def _next(run: DraftRows, draft_tokens: list[int]) -> DraftRows:
-    """The row behind a run and its guesses."""
+    """The row behind a run and its draft tokens."""
     return DraftRows(run.sequence, run.last + len(draft_tokens), draft_tokens[-1:], True)

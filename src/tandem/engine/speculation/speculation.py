@@ -19,7 +19,7 @@ from tandem.engine.step.step import SequenceOutput
 from tandem.errors import RanksApart
 
 LOG_SECONDS = 60.0
-RETRY_SECONDS, MOST_RETRY_SECONDS = 60.0, 3600.0  # without guesses after a drawing that failed; each doubles it
+RETRY_SECONDS, MOST_RETRY_SECONDS = 60.0, 3600.0  # without drafts after a drawing that failed; each doubles it
 OBSERVED_EVERY = 8  # steps in which nobody is asked: what one of them takes is booked
 MOST_UNUSUAL = 2  # drawings in a row whose time is left out of account: more are what is usual
 
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _DraftedStep:
-    """The step that guesses were last asked for. drafts: of those that go on; speculative: whether there were any.
+    """The step that was last asked for drafts. drafts: of those that go on; speculative: whether there were any.
     usual: its time says what such steps take."""
 
     sequences: list[Sequence]
@@ -48,8 +48,7 @@ _NOBODY = _DraftedStep([])
 def _cheapest(
     drawing: BatchDrafter, sequences: Rows[Sequence], offers: Rows[Draft | None]
 ) -> list[tuple[Sequence, int]]:
-    """Whose guesses are drawn to be compared, and how many: of all that lack few rows, or of the one that lacks
-    fewest."""
+    """Whose drafts are compared, and how many: of all that lack few rows, or of the one that lacks fewest."""
     lacks = {s: drawing.behind(s) for s, offer in zip(sequences, offers, strict=True) if offer}
     most = max(CHEAP_ROWS, min(lacks.values(), default=0))
     cheap = [(s, len(offer.kinds)) for s, offer in zip(sequences, offers, strict=True) if offer and lacks[s] <= most]
@@ -57,9 +56,9 @@ def _cheapest(
 
 
 class Speculation:
-    """Guesses for the scheduler, which the engine then tells what became of them.
+    """Draft tokens for the scheduler, which the engine then tells what became of them.
 
-    Whoever tells of a step need not know whether guesses were asked for it: of other steps nothing is learnt.
+    Whoever tells of a step need not know whether drafts were asked for it: of other steps nothing is learnt.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Speculation:
         governed: bool,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        """most: guesses of one sequence in one step. clock: of what drawing takes."""
+        """most: draft tokens of one sequence in one step. clock: of what drawing takes."""
         self._drafter, self._algorithm, self._most, self._governed = drafter, algorithm, most, governed
         self._times = StepTimes()
         self._governor: DraftLengths = DraftLengthController(self._times) if governed else FixedDraftLength()
@@ -84,7 +83,7 @@ class Speculation:
         self._drafted = self._quiet = _NOBODY
         self._quiet_left = self._skipped = 0  # steps that the quiet one stands for, still and until now
         self._quiet_seconds = 0.0
-        self._steps = self._with_drafts = self._draft_tokens = self._right = self._tokens = 0
+        self._steps = self._with_drafts = self._draft_tokens = self._accepted = self._tokens = 0
         self._widths, self._sequences = [0] * (most + 1), 1  # of the last step
         self._saved = 0.0
         self._logged = monotonic()
@@ -137,8 +136,8 @@ class Speculation:
         widths: list[int],
         grow: Grow,
     ) -> list[Draft | None]:
-        """Drafts of the offers whose guesses get a row. Now and then, where none does, some are drawn to be compared
-        with what comes."""
+        """Drafts of the offers whose draft tokens get a row. Now and then, where none does, some are drawn to be
+        compared with what comes."""
         each = list(zip(sequences, offers, widths, strict=True))
         draws = [(sequence, width) for sequence, _, width in each if width]
         shadow = not draws and self._governed and self._shadows.due(any(offers))
@@ -164,13 +163,13 @@ class Speculation:
         return () if self._confidence_drafter is None else self._confidence_drafter.confidences(sequence)
 
     def _draw(self, drawing: BatchDrafter, draws: Rows[tuple[Sequence, int]]) -> Rows[tuple[int, ...]]:
-        """If it fails, answers go on without guesses, for a while. Raises RanksApart."""
+        """If it fails, answers go on without drafts, for a while. Raises RanksApart."""
         try:
             draft_tokens = drawing.draw(draws)
         except RanksApart:
             raise
         except Exception:
-            _log.exception("no guesses could be drawn; for %.0f s each step decodes one token", self._rests)
+            _log.exception("no draft tokens could be drawn; for %.0f s each step decodes one token", self._rests)
             self._rested_until = self._clock() + self._rests
             self._rests = min(2 * self._rests, MOST_RETRY_SECONDS)
             return [()] * len(draws)
@@ -209,7 +208,7 @@ class Speculation:
             self._times.observe(sequences, 0, seconds)
 
     def _gained(self, turns: Rows[SequenceOutput], seconds: float) -> None:
-        """By a step that had guesses."""
+        """By a step that had drafts."""
         tokens, plain = sum(turn.tokens for turn in turns), self._times.plain(len(turns))
         self._with_drafts += 1
         self._tokens += tokens
@@ -222,10 +221,10 @@ class Speculation:
             governed=self._governed,
             most=self._most,
             steps=self._steps,
-            guess_steps=self._with_drafts,
-            guess_step_tokens=self._tokens,
-            guesses=self._draft_tokens,
-            right_guesses=self._right,
+            draft_steps=self._with_drafts,
+            draft_step_tokens=self._tokens,
+            draft_tokens=self._draft_tokens,
+            accepted_tokens=self._accepted,
             widths=list(self._widths),
             saved_seconds=self._saved,
             believed_seconds=believed.seconds,
@@ -233,17 +232,17 @@ class Speculation:
         )
 
     def _draft(self, sequence: Sequence) -> Draft | None:
-        """The last token of an answer needs no guess behind it."""
+        """Nothing is drafted behind the last token of an answer."""
         most = min(self._most, sequence.max_len - sequence.total_len - 1)
         if self._drawing is not None and self._clock() < self._rested_until:
             return None
         return self._drafter.propose(sequence, most) if most > 0 and sequence.answer_len else None
 
     def _note(self, turn: SequenceOutput, draft: Draft | None) -> None:
-        width, right = len(turn.chunk.draft_tokens), max(0, turn.tokens - 1)
+        width, accepted = len(turn.chunk.draft_tokens), max(0, turn.tokens - 1)
         self._widths[width] += 1
         self._draft_tokens += width
-        self._right += right
+        self._accepted += accepted
         for shadow, tokens in self._shadows.compared(turn.sequence):
             self._governor.learn(turn.sequence, shadow, tokens)
         if draft is not None and turn.tokens:
@@ -255,7 +254,7 @@ class Speculation:
             return
         self._logged = now
         _log.info(
-            "speculation %s: %d of %d decode steps had guesses, %.0f %% of %d were right; %.1f s saved since start",
+            "speculation %s: %d of %d decode steps had drafts; %.0f %% of %d tokens accepted; %.1f s saved since start",
             self._algorithm, self._with_drafts, self._steps,
-            100.0 * self._right / max(1, self._draft_tokens), self._draft_tokens, self._saved,
+            100.0 * self._accepted / max(1, self._draft_tokens), self._draft_tokens, self._saved,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`StepTimes`: what rows of guesses cost, as measured."""
+"""`StepTimes`: what rows of draft tokens cost, as measured."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Sequence as Rows
 
 _WEIGHT_OF_NEWEST = 0.1
 _WEIGHT_OF_RATIO = 0.05  # the machine's pace changes sooner than what rows cost
-_WEIGHT_OF_PROBE = 0.4  # of a step without guesses, right behind one that had some
-_PROBED = 8  # steps without guesses, at most, that say what those before them cost
+_WEIGHT_OF_PROBE = 0.4  # of a step without drafts, right behind one that had some
+_PROBED = 8  # steps without drafts, at most, that say what those before them cost
 _OLD = 64  # steps: what was not measured since is known little
 _MOST_EVIDENCE = 32  # measurements that a figure counts as
 _LEAST_EVIDENCE = 0.001  # of them, when they are old
@@ -19,8 +19,8 @@ _STRAIGHT = 4.0  # likewise, for a curve that is a straight line
 _SURE_AFTER = 3  # measurements: the first one of a size pays for more than its rows
 _FAR = 0.8  # of a figure, or it of a measurement: nearer ones are noise
 _FALLS_AFTER, _RISES_AFTER = 3, 6  # measurements in a row that are far below, or above: then the figure is wrong
-_STALE = 0.9  # of a figure without guesses: more rows take no less, so it is the machine that has become faster
-_FIRST_SLOPE = 0.4  # of a step without guesses, per guess of every sequence: until something is known
+_STALE = 0.9  # of a figure without drafts: more rows take no less, so it is the machine that has become faster
+_FIRST_SLOPE = 0.4  # of a step without drafts, per draft token of every sequence: until something is known
 _HOPEFUL_SLOPE = 0.1  # likewise, for a first trial
 
 
@@ -67,13 +67,13 @@ class _Figure:
 
 class _Steps:
     """Step times at one number of sequences. The machine's pace changes, and with it all times; ratios stay. So a step
-    with guesses whose ratio is known tells the pace. One without guesses, behind one that had some, tells what the
+    with draft tokens whose ratio is known tells the pace. One without drafts, behind one that had some, tells what the
     ratio is."""
 
     def __init__(self) -> None:
         self.plain: _Figure | None = None
         self.ratios: dict[int, _Figure] = {}
-        self._steps = self._last = 0  # guesses of the last step that had some
+        self._steps = self._last = 0  # draft tokens of the last step that had some
 
     def observe(self, draft_tokens: int, seconds: float) -> None:
         self._steps += 1
@@ -105,8 +105,8 @@ class _Steps:
         figure.add(ratio, self._steps, _WEIGHT_OF_RATIO)
 
     def points(self) -> dict[int, float]:
-        """Ratios by guesses. Each is drawn to a curve through all of them, the more the older it is: one that happened
-        to be measured too high would never be measured again."""
+        """Ratios by draft tokens. Each is drawn to a curve through all of them, the more the older it is: one that
+        happened to be measured too high would never be measured again."""
         known = [(g, f.value, self._evidence(f)) for g, f in self.ratios.items() if f.is_reliable]
         curve = _fitted(known)
         drawn = {g: value + (curve(g) - value) / (1.0 + each / _OTHERS_EVIDENCE) for g, value, each in known}
@@ -119,7 +119,7 @@ class _Steps:
 
 
 class StepTimes:
-    """Seconds of steps without guesses, and how many times as long others take, by sequences and by guesses."""
+    """Seconds of steps without drafts, and how many times as long others take, by sequences and by draft tokens."""
 
     def __init__(self) -> None:
         self._steps: dict[int, _Steps] = {}
@@ -128,7 +128,7 @@ class StepTimes:
         self._steps.setdefault(rounded(sequences), _Steps()).observe(rounded(draft_tokens), seconds)
 
     def plain(self, sequences: int) -> float | None:
-        """Seconds of a step of so many sequences without guesses, once that is known."""
+        """Seconds of a step of so many sequences without drafts, once that is known."""
         known = self._steps.get(rounded(sequences))
         figure = None if known is None else known.plain
         return figure.value if figure is not None and figure.is_reliable else None
@@ -144,10 +144,10 @@ class StepTimes:
 
 
 class Curve:
-    """How many times as long a step takes with so many guesses: through the known points, and straight on."""
+    """How many times as long a step takes with so many draft tokens: through the known points, and straight on."""
 
     def __init__(self, points: dict[int, float], first_slope: float) -> None:
-        """first_slope: of each guess, where no point is known."""
+        """first_slope: of each draft token, where no point is known."""
         self._first_slope = first_slope
         self._at = [0, *sorted(points)]
         self._values = [1.0, *(points[g] for g in self._at[1:])]

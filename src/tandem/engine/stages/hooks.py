@@ -34,7 +34,7 @@ class StagedStart:
                 stream.begin(0 if captured else len(batch.input_ids), shared=batch.single_rows > 0)
 
     def of_stage(self, number: int, batch: ForwardBatch) -> None:
-        """Before a chunk that stages compute one after the other reaches this one. Nothing travels."""
+        """Before a chunk that stages compute one after the other reaches this one. Nothing is streamed."""
         ops: Any = self._stages[number].ops
         if ops in self._ops:
             _begin(ops, batch, False)

@@ -1,4 +1,4 @@
-"""`stage_streams`: experts in CPU memory travel to each stage's GPU, over its own bus and into its own ring."""
+"""`stage_streams`: experts in CPU memory are streamed to each stage's GPU, over its own bus and into its own ring."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tandem.planner.plan import Plan
 def stage_streams(
     plan: Plan, sides: StagedSides, usage: StagedUsage | None, progress: Progress | None = None
 ) -> list[ExpertStream]:
-    """After the model was built; [] where the experts of some stage do not travel: a step is as long as all take it."""
+    """After the model was built; [] where the experts of some stage are not streamed: a step is as long as all take
+    it."""
     if plan.gpu is None or not plan.gpu.streams_experts:
         return []
     numbers = sorted({number for number, experts in _placed(sides) if experts.cpu is not None})
@@ -60,5 +61,5 @@ def _stream(
 
 
 def step_seconds(streams: Sequence[ExpertStream]) -> float:
-    """Seconds that all buses take in a step in which all experts travel, one stage after the other."""
+    """Seconds that all buses take in a step in which all experts are streamed, one stage after the other."""
     return sum(stream.step_seconds for stream in streams)

@@ -111,18 +111,18 @@ def attention_shape(plan: Plan, model: ModelConfig) -> AttentionShape | None:
 
 
 def registered(plan: Plan, side: GpuSide, progress: Progress | None = None) -> CudaCopies | None:
-    """After the model was built: experts in CPU memory, if any may move or travel, such that DMA reads them. None where
-    the system refuses that, where they lie in a file, or where nobody wants it."""
+    """After the model was built: experts in CPU memory, such that DMA reads them, if any move or are streamed. None
+    where the system refuses that, where they lie in a file, or where nobody wants it."""
     layers = [experts.cpu for experts in side.hybrids if experts.cpu is not None]
     if plan.gpu is None or not layers or not (plan.gpu.live or plan.gpu.streams_experts):
         return None
     if any(layer.own_memory()[1] == 0 for layer in layers):
-        _log.warning("experts do not travel to the GPU for long prompts: they lie in a mapped file")
+        _log.warning("experts are not streamed to the GPU for long prompts: they lie in a mapped file")
         return None
     try:
         copies = CudaCopies(side.ops.device)
     except EngineError as error:  # a package is missing, which nothing else needs
-        _log.warning("experts do not travel to the GPU: %s", error)
+        _log.warning("experts are not streamed to the GPU: %s", error)
         return None
     return copies if hold_all(layers, copies, progress) else None
 
@@ -160,8 +160,8 @@ def expert_stream(
     live: LiveExperts | None = None,
     usage: ExpertUsage | None = None,
 ) -> ExpertStream | None:
-    """After the model was built; None where no expert travels. copies: as `registered` made them, kept by the stream.
-    live: what moves experts meanwhile; usage: counts the rows of each expert."""
+    """After the model was built; None where no expert is streamed. copies: as `registered` made them, kept by the
+    stream. live: what moves experts meanwhile; usage: counts the rows of each expert."""
     if plan.gpu is None or not plan.gpu.streams_experts or copies is None:
         return None
     layers = [streamed_layer(experts.cpu, experts.gpu, side.ops.device) for experts in side.hybrids]
@@ -185,7 +185,7 @@ def stream_of(
     top_k: int,
     followed: StreamReadings,
 ) -> ExpertStream | None:
-    """A stream of these layers to a GPU; None where none of them can travel there, or it is never faster."""
+    """A stream of these layers to a GPU; None where none of them can be streamed there, or it is never faster."""
     streamed = [layer for layer in layers if layer is not None]
     if plan.gpu is None or not streamed:
         return None
@@ -194,7 +194,7 @@ def stream_of(
     ring = ring_of(largest, min(layer.prompts.at_once for layer in streamed))
     rates = measured_rates(streamed, ring, bus, device, top_k)
     rates.least_rows = plan.gpu.stream_from
-    _log.info("experts travel to the GPU %s", rates.text(plan.max_step_tokens))
+    _log.info("experts are streamed to the GPU %s", rates.text(plan.max_step_tokens))
     if not rates.least(plan.max_step_tokens):
         return None
     return ExpertStream(layers, ring, bus, rates, device, followed)
@@ -240,7 +240,7 @@ class StepStart:
             self._stream.begin(0 if captured else len(batch.input_ids), shared=batch.single_rows > 0)
 
     def load_kernels(self, batch: ForwardBatch, streamed: Sequence[int]) -> None:
-        """As a call for a step kernel by kernel, in which the experts of these layers travel, and no others."""
+        """As a call for a step kernel by kernel, in which the experts of these layers alone are streamed."""
         self._ops.find_rows(batch, False)
         self._ops.begin_step(batch, False)
         if self._stream is not None:

@@ -37,8 +37,8 @@ class EngineParts:
     live: LiveExperts | None = None  # moves experts between steps; None: they stay where they are
     handoff: Handoff | None = None  # between a GPU and the experts in CPU memory; None: no GPU
     begin_step: StepHooks | None = None  # on a GPU: what its operations prepare outside CUDA graphs
-    drafter: Drafter | None = None  # who guesses, where the plan wants it; None: whom that names. A layer works anyway
-    stream_seconds: float | None = None  # of a step in which all experts travel to the GPU; None: none does
+    drafter: Drafter | None = None  # who drafts, where the plan wants it; None: whom that names. A layer works anyway
+    stream_seconds: float | None = None  # of a step in which all experts are streamed to the GPU; None: none is
 
     leader: Leader | None = None  # of other ranks; None: this process has all of the model, or is not the first rank
     group: GpuGroup | None = None  # of the GPUs of several ranks
@@ -46,13 +46,13 @@ class EngineParts:
 
     @property
     def replays_without_decodes(self) -> bool:
-        """Whether prompts are replayed where nobody decodes, too: not where experts travel, or each token's choice is
-        recorded."""
+        """Whether prompts are replayed where nobody decodes, too: not where experts are streamed, or each token's
+        choice is recorded."""
         return not self._streams and not self._detailed
 
     @property
     def split_prompts(self) -> tuple[int, ...]:
-        """Rows of graphs of prompts where nobody decodes and experts travel: the CPU computes a share of them."""
+        """Rows of graphs of prompts where nobody decodes and experts are streamed: the CPU computes a share of them."""
         gpu = self.plan.gpu
         return () if gpu is None or not self._streams or self._detailed else split_sizes(gpu.sizes.prompt_sizes)
 

@@ -140,7 +140,7 @@ def _stored_experts(path: Path, model: ModelConfig) -> StoredFormat:
     return open_checkpoint(path).formats().experts  # raises CheckpointError where nothing is there
 
 def without_streams(config: EngineConfig, plan: Plan) -> Plan:
-    """The same where experts turn out not to travel to the GPU: long steps would take seconds on the CPU."""
+    """The same where experts cannot be streamed to the GPU after all: long steps would take seconds on the CPU."""
     explicit = config.chunked_prefill_size is not None or config.max_prefill_tokens is not None
     most = max(prefill_tokens(gpu=True), plan.max_running_requests)
     if explicit or plan.gpu is None or not plan.gpu.streams_experts or plan.max_step_tokens <= most:

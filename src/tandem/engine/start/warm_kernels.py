@@ -2,7 +2,7 @@
 
 The driver loads a kernel's code at its first launch, and waits until the GPU is idle to do so. Libraries take another
 kernel for another number of rows. So steps of many sizes run once. Layers of one kind use the same kernels, so one of
-each kind is run; and the CPU computes no experts for them. Steps whose experts travel have kernels of their own.
+each kind is run; and the CPU computes no experts for them. Steps whose experts are streamed have kernels of their own.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _SAMPLINGS = (
 
 
 class WarmStep(NamedTuple):
-    """A step that loads kernels. streams: experts travel in it."""
+    """A step that loads kernels. streams: experts are streamed in it."""
 
     rows: int
     decodes: bool
@@ -132,7 +132,7 @@ def warm_kernels(runner: GpuRunner, parts: EngineParts, seconds: float = MOST_SE
 
 
 def warm_steps(most: int, running: int, streams: bool) -> list[WarmStep]:
-    """Prompts of 1 to `most` rows, batches of 1 to `running`, and prompts whose experts travel, in turn."""
+    """Prompts of 1 to `most` rows, batches of 1 to `running`, and prompts whose experts are streamed, in turn."""
     prompts = [WarmStep(rows, False) for rows in row_counts(most)]
     batches = [WarmStep(rows, True) for rows in row_counts(running)]
     longer = sorted({most, max(1, most - 1), *(min(rows, most) for rows in STREAMED_ROWS)}) if streams else []
@@ -143,7 +143,7 @@ def warm_steps(most: int, running: int, streams: bool) -> list[WarmStep]:
 @contextmanager
 def warming(runner: GpuRunner, parts: EngineParts) -> Iterator[list[int]]:
     """Meanwhile its steps run through one layer of each kind, nobody counts them, and the CPU computes no experts.
-    Yields the layers, as streams count them, whose experts can travel."""
+    Yields the layers, as streams count them, whose experts can be streamed."""
     model, cut, handoff = parts.model, parts.model, parts.handoff
     assert handoff is not None
     streamed: list[int] = []

@@ -56,8 +56,8 @@ class StateStore:
         return True
 
     def grow(self, sequence: Sequence, draft_tokens: int = 0, left: int = 0) -> bool:
-        """Pages for the tokens known now and so many guesses. False where fewer than `left` would be left for others;
-        then nothing has changed."""
+        """Pages for the tokens known now and so many draft tokens. False where fewer than `left` would be left for
+        others; then nothing has changed."""
         if self._windows is None and len(sequence.tokens) + draft_tokens <= sequence.num_pages * sequence.page_size:
             return True  # most steps of most sequences
         missing = sequence.pages_wanted(draft_tokens) - sequence.num_pages

@@ -221,7 +221,7 @@ class BatchArrays:
         """speculative: steps may have rows of drafts. row_per_sequence: each row of such a step is a sequence of its
         own, as rows that decode are: it sees the tokens before it in the same pages. So kernels and CUDA graphs for
         rows that decode compute it, with the same bits. windowed: layers that see a window have pages of their own.
-        each_row: so it is in every step, prompts included; then every step takes the road of one with guesses, too.
+        each_row: so it is in every step, prompts included; then every step takes the road of one with drafts, too.
         pinned: a GPU reads them where they are. images_from: rows of rotary tables from there on are for pieces of
         images; 0: no sequence has any."""
         self._images_from = images_from
@@ -342,7 +342,7 @@ def counted(first: int, count: int) -> npt.NDArray[np.int64] | int:
 
 
 def _is_plain(chunk: Chunk) -> bool:
-    """It neither guesses nor follows guesses: its slot's folds hold all that is computed."""
+    """It has no drafts and follows none: its slot's folds hold all that is computed."""
     return not chunk.draft_tokens and chunk.sequence.state_len == chunk.sequence.computed_len
 
 

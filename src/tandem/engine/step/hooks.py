@@ -73,7 +73,7 @@ class StepHooks(Protocol):
         ...
 
     def load_kernels(self, batch: ForwardBatch, streamed: Sequence[int]) -> None:
-        """Before a step kernel by kernel, in which only the experts of these layers travel."""
+        """Before a step kernel by kernel, in which only the experts of these layers are streamed."""
         ...
 
     def pausable(self) -> bool:

@@ -2,7 +2,7 @@
 run, and their logits. `SequenceOutput`: the tokens that one sequence gets in one step.
 
 The rule that chooses a token sees the sequence as it is when that token's turn comes, all tokens before it appended. So
-a guess decides only whether the row is there already: whatever a request asks for is done as without guesses.
+a draft token decides only whether the row is there already: whatever a request asks for is done as without drafts.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class SequenceOutput:
 
     @property
     def rejected(self) -> range:
-        """The model's rows of guesses that were wrong, or not reached."""
+        """The model's rows of draft tokens that were rejected, or not reached."""
         return range(self.first_row + self.rows, self.first_row + self.chunk.length)
 
 

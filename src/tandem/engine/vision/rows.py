@@ -50,7 +50,7 @@ class ImageRows:
         return keys
 
     def places(self, first: int, count: int) -> Places:
-        """[count, 3], of rows from `first` on, guesses and tokens of the answer included."""
+        """[count, 3], of rows from `first` on, draft tokens and tokens of the answer included."""
         if first >= len(self._places):
             return np.repeat(np.arange(first + self.shift, first + self.shift + count)[:, None], 3, 1)
         inside = self._places[first : first + count]

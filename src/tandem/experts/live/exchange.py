@@ -12,8 +12,8 @@ there:
 2. The slot is overwritten, and the coming expert's entry becomes the slot.
 3. When the step has ended, the coming expert's old place is the layer's spare one.
 
-Each of these leaves a placement that is right. An error before the slot is touched drops the exchange. All that travel
-together end together: the tables are copied twice for all of them. C++ does the work for each, a piece at a time
+Each of these leaves a placement that is right. An error before the slot is touched drops the exchange. All that are
+copied together end together: the tables are copied twice for all of them. C++ does the work for each, a piece at a time
 (`ExchangeTurn`): the engine's thread makes the copies while it waits for the step's last answer. The thread that
 answers changes places between two answers. What is left is done after the step, for a while.
 
@@ -93,7 +93,7 @@ class ExchangeOutcome:
 
 
 class _Batch(NamedTuple):
-    """Exchanges that travel together, one of a layer at most."""
+    """Exchanges that are copied together, one of a layer at most."""
 
     turn: _core.ExchangeTurn
     exchanges: list[Exchange]
@@ -178,7 +178,7 @@ class LiveExchange:
     # -- what begins ---
 
     def prepare(self) -> ExchangeOutcome:
-        """Chooses what travels next, `bytes_at_once` on average, whole experts; nothing while something does. What it
+        """Chooses what is copied next, `bytes_at_once` on average, whole experts; nothing while something does. What it
         raises leaves every expert where it was."""
         outcome = ExchangeOutcome()
         if self._batch is not None:

@@ -1,13 +1,14 @@
 """`LiveExperts`: placement follows the traffic. Once a step it looks at what was used, and has experts moved.
 
-It waits for nothing. Counts are asked for after one step and looked at after the next. Bytes travel beside the steps.
+It waits for nothing. Counts are asked for after one step and looked at after the next. Bytes are copied beside the
+steps.
 
 Work has three places in a step:
 
 - While it runs, between answers: what is done for each expert (`UseDecision`, `ExchangeTurn`). The engine's thread
   makes the copies to the GPU's slots and tables while it waits.
 - After the CPU's last answer, while the GPU computes logits: what is left of that, for a while. Then this thread
-  forgets experts that the step may still have used in CPU memory, asks, looks, decides, chooses what travels next and
+  forgets experts that the step may still have used in CPU memory, asks, looks, decides, chooses what is copied next and
   notes what moved: small jobs in this order, each with cold caches.
 - After a later step: jobs that the GPU would wait for. One is done in each step, however soon the GPU is.
 

@@ -1,1 +1,1 @@
-"""Experts in CPU memory that travel to the GPU for one step, because it has many rows."""
+"""Experts in CPU memory, streamed to the GPU for one step, because it has many rows."""

@@ -1,4 +1,4 @@
-"""`KeyTables`: says to the GPU who travels in a step, and where in its layer's parts it will be."""
+"""`KeyTables`: says to the GPU which experts are streamed in a step, and where in their layer's parts."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class StreamableLayer(Protocol):
 
 
 class KeyTables:
-    """int32 [layers, experts] on the GPU: the key of each expert that travels, -1 for others. It stays where it is, so
-    graphs read it."""
+    """int32 [layers, experts] on the GPU: the key of each expert that is streamed, -1 for others. It stays where it is,
+    so graphs read it."""
 
     def __init__(self, layers: int, experts: int, device: torch.device) -> None:
         self._device_keys = torch.full((layers, experts), -1, dtype=torch.int32, device=device)
@@ -45,7 +45,7 @@ class KeyTables:
         return self._device_keys[layer]
 
     def rank(self, layer: int, cpu_slots: npt.NDArray[np.int32]) -> None:
-        """Its slots travel in this order from now on."""
+        """Its slots are streamed in this order from now on."""
         ranks = np.empty_like(cpu_slots)
         ranks[cpu_slots] = np.arange(len(cpu_slots), dtype=np.int32)
         self._ranks[layer], self._counts = ranks, {}
@@ -61,7 +61,7 @@ class KeyTables:
         self._seen_moves, self._counts = moves, {}
 
     def tell(self, layers: Sequence[StreamableLayer | None], counts: Mapping[int, int]) -> None:
-        """The first `counts[layer]` slots travel. The step before has ended, so the image is free."""
+        """The first `counts[layer]` slots are streamed. The step before has ended, so the image is free."""
         if self._counts == counts:
             return
         image = self._image.numpy()

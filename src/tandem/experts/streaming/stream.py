@@ -1,4 +1,4 @@
-"""`ExpertStream`: experts in CPU memory travel to a ring of slots on the GPU, ahead of the layers that use them.
+"""`ExpertStream`: experts in CPU memory are streamed to a ring of slots on the GPU, ahead of the layers that use them.
 
 Both sides read the same bytes, so plain copies from the experts' own memory fill a part of the ring. A copy takes a
 whole run of slots. The host gives it before its part is free: the bus waits for the GPU's marks by itself. So it never
@@ -8,9 +8,9 @@ waits for Python as long as the ring holds a layer's parts.
    compute  [attention, router 0][experts on the GPU][part 0][part 1][part 2][attention, router 1] ...
 
 Places are copied whatever lies in them, so nobody asks which experts a layer will use. Those that had most rows lately
-travel first, and the CPU has the rest. The table of keys says who travels, and was where when the step began. So graphs
-of layers know nothing of how many do. Exchanges change no table while a step is given. Meanwhile they write to spare
-slots only, which no table names.
+are streamed first, and the CPU has the rest. The table of keys says which experts are streamed, and where each was when
+the step began. So graphs of layers know nothing of how many are. Exchanges change no table while a step is given.
+Meanwhile they write to spare slots only, which no table names.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class StreamedLayer:
 
     @property
     def first_key(self) -> int:
-        """First key of the experts that travel."""
+        """First key of the streamed experts."""
         return sum(part.count for part in self.residents)
 
     def runs(self, cpu_slots: Iterable[int]) -> list[Run]:
@@ -122,8 +122,8 @@ def cpu_slot_of(layer: PackedExperts, expert: int) -> int:
 
 
 class Layers(Enum):
-    """How a step's are given to the GPU. Kernel by kernel; as graphs of layers whose experts all travel, if any do, for
-    nobody may wait for the CPU; or of layers that bus and CPU share."""
+    """How a step's are given to the GPU. Kernel by kernel; as graphs of layers whose experts are all streamed, if any
+    are, for nobody may wait for the CPU; or of layers that bus and CPU share."""
 
     GIVEN, WHOLE, SPLIT = range(3)
 
@@ -175,25 +175,25 @@ class ExpertStream:
         width = max(layer.cpu.num_experts for layer in layers if layer)
         self._tables = KeyTables(len(layers), width, device)
         self._order = TransferOrder(layers)
-        self._pending_counts: PendingCounts | None = None  # after the last step in which experts travelled
+        self._pending_counts: PendingCounts | None = None  # after the last step in which experts were streamed
         self.deliveries = Transfers(layers, ring, bus, device)
         self.holds_layers = ring.holds(max(layer.cpu_slots for layer in layers if layer is not None))
         """Whether the ring holds all that a layer waits for, and the bus can go on meanwhile."""
         self._cuts: Cuts | None = None  # while graphs of layers are captured
         self.rows = 0  # of this step
         self.counts: dict[int, int] = {}
-        """How many slots of each layer travel in this step; empty: none does."""
+        """How many slots of each layer are streamed in this step; empty: none is."""
         self._last: tuple[int, float] | None = None  # rows of the step before, and its share
         self._served = 0.0  # what `StreamReadings.served` said before it
 
     @property
     def step_seconds(self) -> float:
-        """Seconds that the bus takes in a step in which all travel."""
+        """Seconds that the bus takes in a step in which all are streamed."""
         return self.rates.bus * sum(layer is not None for layer in self._layers)
 
     def begin(self, rows: int, shared: bool = False, layers: Layers = Layers.GIVEN) -> None:
-        """Before a step of so many rows; 0: one that is recorded or replayed, in which nothing travels. shared: others
-        wait in it for their next token."""
+        """Before a step of so many rows; 0: one that is recorded or replayed, in which nothing is streamed. shared:
+        others wait in it for their next token."""
         if self.deliveries.failed:
             self._last = None  # the step's times say nothing
         if rows:
@@ -212,8 +212,7 @@ class ExpertStream:
         self.deliveries.begin(self.counts, whole=layers is not Layers.GIVEN)
 
     def begin_only(self, rows: int, layers: Iterable[int]) -> None:
-        """Before a step that loads kernels: all experts of these layers travel, of no others, and its times say
-        nothing."""
+        """Before a step that loads kernels: all experts of these layers alone are streamed. Its times say nothing."""
         self.rows, self._last = rows, None
         by_index = {index: self._layers[index] for index in layers}
         self.counts = {index: layer.cpu_slots for index, layer in by_index.items() if layer is not None}
@@ -240,7 +239,7 @@ class ExpertStream:
         return 0.0 < self.rates.share(rows, in_graphs=True) < 1.0
 
     def _share(self, rows: int, in_graphs: bool) -> float:
-        """Share of experts that travel; and learns from the step before."""
+        """Share of experts that are streamed; and learns from the step before."""
         cpu_seconds, (before, least) = self._followed.served(), (self._last, self._served)
         if before is not None:
             count = sum(layer is not None for layer in self._layers)
@@ -256,7 +255,7 @@ class ExpertStream:
         return keyed(ids, slots, self._tables.of(index))
 
     def compute(self, index: int, x: Tensor, keys: Tensor, routing: Routing) -> PartialSums:
-        """The sum over each token's experts that are on the GPU or travel."""
+        """The sum over each token's experts that are on the GPU or streamed."""
         layer = _layer(self._layers, index)
         parts = [*layer.residents, *self._parts(index, layer)]
         return PartialSums(layer.prompts(x, keys, routing, parts), None)
@@ -341,7 +340,7 @@ def _layer(layers: Sequence[StreamedLayer | None], index: int) -> StreamedLayer:
 
 
 def _planned(layers: Sequence[StreamedLayer | None], share: float, split: bool) -> dict[int, int]:
-    """Places that travel, by layer. split: both sides have a part of every layer, as its graph expects."""
+    """Places that are streamed, by layer. split: both sides have a part of every layer, as its graph expects."""
     if share <= 0 and not split:
         return {}
     cpu_slots = {i: layer.cpu_slots for i, layer in enumerate(layers) if layer is not None}

@@ -1,4 +1,4 @@
-"""`TransferOrder`: who travels first. Those that had most rows lately; so the CPU has those with few."""
+"""`TransferOrder`: which experts are streamed first. Those that had most rows lately; so the CPU has those with few."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from tandem.experts.streaming.key_tables import StreamableLayer
 
 NEWEST = 0.5  # of what is known, that one step tells
 WORSE = 0.02  # of a layer's rows, too many for the CPU, before its order changes: copies are listed anew then
-GRID = 100  # equal steps of the share of the experts that travels, for each of which the rows left are told
+GRID = 100  # equal steps of the share of the experts that is streamed, for each of which the rows left are told
 
 CpuSlots = npt.NDArray[np.int32]
 Shares = npt.NDArray[np.float64]
 
 
 class TransferOrder:
-    """Order in which the slots of all layers travel. It learns between steps, from counts since the start."""
+    """Order in which the slots of all layers are streamed. It learns between steps, from counts since the start."""
 
     def __init__(self, layers: Sequence[StreamableLayer | None]) -> None:
         self._layers = layers
         self._last_tokens: npt.NDArray[np.int64] | None = None
         self._recent_shares: Shares | None = None  # [layers, experts]: of a layer's rows
         self._best = [np.arange(0 if layer is None else layer.cpu_slots, dtype=np.int32) for layer in layers]
-        self._arranged: dict[int, int] = {}  # for so many that travel
+        self._arranged: dict[int, int] = {}  # for so many that are streamed
         self.left: list[float] | None = None
-        """Share of the rows that the CPU has where 0, 1 / GRID, ... 1 of the experts travel, a mean over the layers.
-        None: nothing is known."""
+        """Share of the rows that the CPU has where 0, 1 / GRID, ... 1 of the experts are streamed, a mean over the
+        layers. None: nothing is known."""
 
     def learn(self, tokens: npt.NDArray[Any], cpu_slots: CpuSlots) -> None:
         """tokens [layers, experts]: rows of each since the start, modulo 2^32; slots [layers, experts]: where each is

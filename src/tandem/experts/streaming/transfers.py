@@ -61,8 +61,8 @@ class Transfers:
         self.bytes = 0  # since the start
 
     def begin(self, counts: Mapping[int, int], whole: bool) -> None:
-        """Begins a step in which `counts` slots of each layer travel. whole: there are parts for all slots, whether
-        they travel or not."""
+        """Begins a step in which `counts` slots of each layer are streamed. whole: there are parts for all slots,
+        whether they are streamed or not."""
         if self.failed:
             self._bus.finish()
         self._counts, self._list, self._of = counts, [], {}
@@ -86,7 +86,7 @@ class Transfers:
         return self.released == len(self._list)
 
     def reorder(self, layer: int, cpu_slots: npt.NDArray[np.int32]) -> None:
-        """Its slots travel in this order, in the next step."""
+        """Its slots are streamed in this order, in the next step."""
         if np.array_equal(self._order_of(layer), cpu_slots):
             return
         self._order[layer] = cpu_slots

@@ -101,7 +101,7 @@ class GpuExperts:
         self.load_each(range(first, first + len(experts)), experts)
 
     def load_each(self, ids: Sequence[int], experts: Sequence[ExpertWeights]) -> None:
-        """Packs the experts `ids` on the CPU, on all workers, some while those before travel to their slots."""
+        """Packs the experts `ids` on the CPU, on all workers, some while those before are copied to their slots."""
         if self._packer is None:
             self._packer = self._new_packer()
         packer = self._packer

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tandem._core import WorkerPool, copy_bytes
 
-BUFFERS = 2  # one is filled while the other travels
+BUFFERS = 2  # one is filled while the other is copied
 BUFFER_BYTES = (
     64 << 20
 )  # of a buffer, or one expert: DMA of less than that is slower, and filling it takes longer

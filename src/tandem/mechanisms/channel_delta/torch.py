@@ -34,8 +34,8 @@ class ChannelWeights(NamedTuple):
 
 
 class ChannelState(NamedTuple):
-    """State of each sequence, in its slot. Rows of guesses as they were given; that of the token at position p lies in
-    place p % places. There are no places where nothing is guessed."""
+    """State of each sequence, in its slot. Rows of draft tokens as they were given; that of the token at position p
+    lies in place p % places. There are no places where nothing is drafted."""
 
     mixed: Tensor  # float32 [slots, places, 3 * H * D]
     forget: Tensor  # [slots, places, H * D], of the gates' type
@@ -52,7 +52,7 @@ class ChannelStateUpdates(StateUpdates, Protocol):
         """[T, H * D], of the gates' type: from the convolution's result [T, 3 * H * D] to the last projection.
 
         The memory takes in what is sure: tokens since `batch.state_lens` from their places, then `batch.num_verified`
-        rows of this step. Guesses behind them see each other, and leave only what they were given.
+        rows of this step. Draft tokens behind them see each other, and leave only what they were given.
         """
         ...
 
@@ -67,14 +67,14 @@ class TorchChannelStateUpdates(TorchStateUpdates):
             answers = self.folded(channel_tokens(mixed, gates, weights), step, state.memory)
         else:
             sequences = range(len(step.rows.slots))
-            answers = torch.cat([_guessed(mixed, gates, step, state, weights, s) for s in sequences])
+            answers = torch.cat([_answers_with_drafts(mixed, gates, step, state, weights, s) for s in sequences])
         return channel_result(answers, gates.behind, weights)
 
 
-def _guessed(
+def _answers_with_drafts(
     mixed: Tensor, gates: ChannelGates, step: StepContext, state: ChannelState, weights: ChannelWeights, index: int
 ) -> Tensor:
-    """Answers of one sequence's rows [n, H, D], of which the last may be guesses."""
+    """Answers of one sequence's rows [n, H, D], of which the last may be draft tokens."""
     batch, rows = step.batch, step.rows
     own = ChannelState(*(each[rows.slots[index]] for each in state))
     begin, known = int(rows.begins[index]), int(rows.first[index])
@@ -87,11 +87,11 @@ def _guessed(
     again = (known - torch.arange(known - state_len, 0, -1)) % max(1, own.mixed.shape[0])
     parts = [torch.cat((memory[again].to(part.dtype), part)) for memory, part in zip(own[:3], new, strict=True)]
     tokens = channel_tokens(parts[0], ChannelGates(parts[1], parts[2], parts[1]), weights)
-    verified_end, guessing, answers = len(again) + num_verified, own.memory.clone(), list[Tensor]()
+    verified_end, draft_memory, answers = len(again) + num_verified, own.memory.clone(), list[Tensor]()
     for row in range(len(again) + count):
         if row == verified_end:
-            guessing.copy_(own.memory)
-        answers.append(corrected_row(tokens, row, own.memory if row < verified_end else guessing))
+            draft_memory.copy_(own.memory)
+        answers.append(corrected_row(tokens, row, own.memory if row < verified_end else draft_memory))
     places = (known + torch.arange(num_verified, count)) % max(1, own.mixed.shape[0])
     for memory, part in zip(own[:3], new, strict=True):
         memory[places] = part[num_verified:].to(memory.dtype)

@@ -120,8 +120,8 @@ class CompressedAttention:
         return hidden * self.compression.inputs(self.dim) + chooses
 
     def states(self) -> tuple[State, ...]:
-        """An entry of tokens up to p lies in row p / stride. One that a wrong guess has closed is seen by nobody, and
-        closed again by the token that comes."""
+        """An entry of tokens up to p lies in row p / stride. One that a rejected draft token has closed is seen by
+        nobody, and closed again by the token that comes."""
         window = WindowRing(Array("window", (self.dim,)), self.window)
         if self.compression is None:
             return (window,)

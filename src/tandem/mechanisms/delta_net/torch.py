@@ -56,7 +56,7 @@ class DeltaOperator(Protocol):
         sequence only, not on how that was cut (last bits on a GPU).
 
         The memory takes in what is sure: tokens since `batch.state_lens` from their places, then `batch.num_verified`
-        rows of this step. Guesses behind them see each other, and leave only their inputs and gates. """
+        rows of this step. Draft tokens behind them see each other, and leave only their inputs and gates. """
         ...
 
 

@@ -50,7 +50,7 @@ class StateUpdates(Protocol):
     def gated(self, projected: Tensor, step: StepContext, ring: Tensor, taps: Taps) -> Tensor:
         """[T, C] of projected [T, 3 C]: a gate before, a gate behind, and values. Values times the gate before are what
         ring [slots, R, C] takes in; their convolution, rounded, is multiplied with the gate behind. Rows may be
-        guesses."""
+        draft tokens."""
         ...
 
     def folded(self, tokens: RecurrentTokens, step: StepContext, memory: Tensor) -> Tensor:

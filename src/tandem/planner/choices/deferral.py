@@ -1,4 +1,5 @@
-"""Which of a token's experts may be late: computed in CPU memory while the GPU goes on, and added one layer later."""
+"""Which of a token's experts may be deferred: computed in CPU memory while the GPU goes on, and added one layer
+later."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from tandem.planner.gpu_plan import GpuPlan
 from tandem.spec.model_config import ModelConfig
 
 FLAG = "--kt-max-deferred-experts-per-token"
-NEVER_LATE = "each layer's experts have a projection of their own behind them"
+NEVER_DEFERRED = "each layer's experts have a projection of their own behind them"
 
 
 def deferred_experts(
@@ -20,7 +21,7 @@ def deferred_experts(
     if not limit:
         return 0, f"{FLAG} is not given"
     if model.moe.experts.latent:
-        return 0, NEVER_LATE
+        return 0, NEVER_DEFERRED
     if gpu_experts >= model.routed_experts:
         return 0, "every expert is on the GPU"
     if len(model.moe_layers) < 2:

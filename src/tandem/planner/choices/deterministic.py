@@ -30,7 +30,7 @@ def deterministic(config: EngineConfig, model: ModelConfig, tier: str) -> list[t
         why = "experts that move would be computed in other places, with other last bits"
         raise _refused(why, "kt_enable_dynamic_expert_update")
     if config.kt_max_deferred_experts_per_token:
-        raise _refused("experts are late in some steps and not in others", "kt_max_deferred_experts_per_token")
+        raise _refused("experts are deferred in some steps and not in others", "kt_max_deferred_experts_per_token")
     if config.kt_int8_activations and tier == "amx":
         raise _refused(
             "AMX rounds activations of experts with few rows only, and how many there are depends on the batch; "

@@ -1,4 +1,4 @@
-"""Experts that travel to the GPU for steps of many rows: whether they can, where to, and what their graphs take."""
+"""Experts streamed to the GPU for steps of many rows: whether, where to, and what their graphs take."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def experts_kept_off(model: ModelConfig, expert_format: str, stored: StoredForma
 
 
 def streams_not(request: MemoryRequest, gpu: Gpu) -> str:
-    """Why experts in CPU memory do not travel to the GPU for steps of many rows; "" where they can."""
+    """Why experts in CPU memory are not streamed to the GPU for steps of many rows; "" where they can be."""
     experts, channels = request.model.moe.experts, request.model.expert_channels
     if request.config.pipeline_parallel_size > 1 and not request.config.kt_gpu_prefill_token_threshold:
         return NO_STREAMS
@@ -54,12 +54,12 @@ def threshold_not_reached(config: EngineConfig, model: ModelConfig) -> str:
 
 
 def ring_for(request: MemoryRequest, gpu: Gpu) -> StagingRing:
-    """Where experts travel to."""
+    """Where experts are streamed to."""
     return ring_of(expert_sizes(request).largest, experts_at_once(gpu.memory_bytes, *unpacked_experts(request.model)))
 
 
 def graph_bytes(request: MemoryRequest, gpu: Gpu, sizes: tuple[int, ...], streamed: bool, reserved_sms: int) -> int:
-    """GPU bytes of CUDA graphs of prompts. streamed: experts travel."""
+    """GPU bytes of CUDA graphs of prompts. streamed: experts are streamed."""
     parts = 0
     if streamed:
         ring, places = ring_for(request, gpu), request.model.moe.router.num_experts

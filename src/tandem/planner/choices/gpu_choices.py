@@ -32,7 +32,7 @@ def gpu_choices(request: MemoryRequest, gpu: Gpu) -> tuple[GpuPlan, Decisions]:
     statistics = statistics_file(config, some)
     attention, why_attention = attention_backend(config, model.attentions, request.machine)
     live, why_live = sizes.exchange_bytes > 0, sizes.exchange_reason
-    deferred, why_late = deferred_experts(config, model, sizes.experts, graphs)
+    deferred, why_deferred = deferred_experts(config, model, sizes.experts, graphs)
     threshold, foresight = config.kt_gpu_prefill_token_threshold, not config.disable_expert_foresight
     plan = GpuPlan(
         name=gpu.name,
@@ -54,13 +54,13 @@ def gpu_choices(request: MemoryRequest, gpu: Gpu) -> tuple[GpuPlan, Decisions]:
         stages=stages,
         pipelined_chunks=chunks,
     )
-    late = f"up to {deferred} of a token's {model.moe.router.top_k}"
+    most_deferred = f"up to {deferred} of a token's {model.moe.router.top_k}"
     lines = (
         *(*about_stages, *about_chunks, *_places(request, sizes), *about_graphs, *about_prompts),
         Decision("attention", attention, why_attention),
         *_if(some or config.kt_enable_dynamic_expert_update, "live placement", "on" if live else "off", why_live),
         *([_streaming(threshold, sizes.ring_reason)] if sizes.experts < model.routed_experts else []),
-        *_if(deferred > 0, "late experts", late, why_late),
+        *_if(deferred > 0, "deferred experts", most_deferred, why_deferred),
         *_if(not foresight, "expert foresight", "off", "--disable-expert-foresight"),
     )
     return plan, lines

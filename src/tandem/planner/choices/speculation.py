@@ -1,4 +1,4 @@
-"""`SpeculationPlan`: who guesses the next tokens, and how many; or why nobody does."""
+"""`SpeculationPlan`: who drafts the next tokens, and how many; or why nobody does."""
 
 from __future__ import annotations
 
@@ -61,21 +61,21 @@ def speculation(config: EngineConfig, model: ModelConfig) -> SpeculationPlan | N
         raise ConfigError(_no_layer(algorithm), fields=_ALGORITHM)
     if algorithm == "DSPARK" and _block(model) is None:
         raise ConfigError(
-            "--speculative-algorithm DSPARK: the checkpoint's draft layer guesses one token after the other; take "
+            "--speculative-algorithm DSPARK: the checkpoint's draft layer drafts one token after the other; take "
             "NEXTN", fields=_ALGORITHM,
         )  # fmt: skip
     return SpeculationPlan(_taken_as(algorithm, model), most, not config.disable_speculative_governor, least, longest)
 
 
 def drafting(config: EngineConfig, model: ModelConfig) -> ModelConfig:
-    """With its draft layer, where one is asked for and can guess."""
+    """With its draft layer, where one is asked for and can draft."""
     if config.speculative_algorithm not in DRAFT_ALGORITHMS or model.drafts is None or why_one_token(model):
         return model
     return replace(model, drafter=model.drafts)
 
 
 def check_gpu_drafts(config: EngineConfig, model: ModelConfig) -> None:
-    """Raises ConfigError where the kernels that are asked for cannot compute rows of guesses."""
+    """Raises ConfigError where the kernels that are asked for cannot compute rows of draft tokens."""
     algorithm, kernels = config.speculative_algorithm, config.attention_backend
     if own_kernels(model.attentions):
         return
@@ -105,14 +105,14 @@ def _no_layer(algorithm: str) -> str:
 
 
 def _why_none(algorithm: str, model: ModelConfig) -> str:
-    """Why nothing is guessed, though it is asked for."""
+    """Why nothing is drafted, though it is asked for."""
     if algorithm in DRAFT_ALGORITHMS and model.draft and model.drafts is None:
         return f"the checkpoint has {model.draft}, which Tandem does not run yet; NGRAM needs none"
     return why_one_token(model)
 
 
 def most_draft_tokens(config: EngineConfig, model: ModelConfig) -> int:
-    """Guessed tokens of a sequence in a step, at most; 0 where nothing is guessed. Raises ConfigError."""
+    """Draft tokens of a sequence in a step, at most; 0 where nothing is drafted. Raises ConfigError."""
     plan = speculation(config, model)
     return 0 if plan is None else plan.most_draft_tokens
 
@@ -125,17 +125,17 @@ def speculation_texts(config: EngineConfig, model: ModelConfig) -> Iterator[tupl
         yield "off", why
         return
     algorithm = _taken_as(config.speculative_algorithm, model)
-    how = f"{algorithm}, up to {_most_draft_tokens(config, model)} guesses a step"
+    how = f"{algorithm}, up to {_most_draft_tokens(config, model)} draft tokens a step"
     always = config.disable_speculative_governor
     yield how, "--disable-speculative-governor: all of them" if always else "in each step as many as pay"
 
 
 def why_one_token(model: ModelConfig) -> str:
-    """Why rows of guesses are not possible; "": they are."""
+    """Why rows of draft tokens are not possible; "": they are."""
     if reason := why_alone(model):
-        return f"Transformers' own cache cannot forget wrong guesses: {reason}"
+        return f"Transformers' own cache cannot forget rejected draft tokens: {reason}"
     if not all(map(_takes_back, model.states)):
-        return "part of its state holds several tokens together, and wrong guesses could not be taken back"
+        return "part of its state holds several tokens together, and rejected draft tokens could not be taken back"
     return ""
 
 
@@ -161,10 +161,10 @@ def speculation_notices(config: EngineConfig, model: ModelConfig) -> Iterator[st
 def _draft_notices(algorithm: str, config: EngineConfig, model: ModelConfig) -> Iterator[str]:
     draft_algorithm, block = _taken_as(algorithm, model), _block(model)
     if algorithm != draft_algorithm:
-        why = "the checkpoint's own draft layer guesses"
+        why = "the checkpoint's own draft layer drafts"
         yield f"--speculative-algorithm {algorithm} is taken as {draft_algorithm}: {why}"
     if block is not None and (most := _requested_draft_tokens(config) or 0) > block.size:
-        yield f"{most} guesses a step are asked for: DSPARK makes {block.size} at once, and no more"
+        yield f"{most} draft tokens a step are asked for: DSPARK makes {block.size} at once, and no more"
     for flag in config.given_flags(_NGRAM_FLAGS):
         yield f"{flag} changes nothing: {draft_algorithm} looks nothing up"
 
@@ -177,19 +177,19 @@ def _most_draft_tokens(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def _requested_draft_tokens(config: EngineConfig) -> int | None:
-    """Draft tokens are rows of a sequence: the newest token's and those of its guesses. None: nothing is asked."""
+    """Draft tokens are rows of a sequence: the newest token's and those behind it. None: nothing is asked."""
     steps, rows = config.speculative_num_steps, config.speculative_num_draft_tokens
     if steps is not None and rows is not None and rows != steps + 1:
         raise ConfigError(
             f"--speculative-num-draft-tokens is {rows}, and --speculative-num-steps is {steps}; a chain of {steps} "
-            f"guesses has {steps + 1} draft tokens: give one of the two",
+            f"steps has {steps + 1} draft tokens: give one of the two",
             fields=("speculative_num_steps", "speculative_num_draft_tokens"),
         )
     return steps if steps is not None or rows is None else rows - 1
 
 
 def default_draft_tokens(algorithm: str | None) -> int:
-    """Guessed tokens of a sequence in a step, where no number was asked for."""
+    """Draft tokens of a sequence in a step, where no number was asked for."""
     if algorithm == "DSPARK":
         return DEFAULT_BLOCK
     return DEFAULT_DRAFTS if algorithm in DRAFT_ALGORITHMS else DEFAULT_DRAFT_TOKENS

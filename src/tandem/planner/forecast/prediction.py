@@ -219,7 +219,7 @@ def _eager_kernels(layer: Layer) -> int:
 
 
 def _stream_kernels(layer: Layer) -> int:
-    """Where streams mix: half as many again guess the next layer's."""
+    """Where streams mix: half as many again predict the next layer's."""
     return sum(cost_of(block.hyper).kernels for block in layer.blocks if block.hyper is not None) * 3 // 2
 
 
@@ -298,7 +298,7 @@ def _replayed(case: Case, rows: int) -> int:
 
 
 def _ram_experts(case: Case, rows: int, on_cpu: float) -> tuple[float, float]:
-    """Share of the experts in CPU memory that travels to the GPU, and seconds until all are computed."""
+    """Share of the experts in CPU memory that is streamed to the GPU, and seconds until all are computed."""
     plan, moe = case.plan, len(case.model.moe_layers)
     if case.gpu_share == 1.0 or not moe or plan.gpu is None:
         return 0.0, 0.0

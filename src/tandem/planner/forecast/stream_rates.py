@@ -1,9 +1,9 @@
-"""`StreamRates`: how much of a layer's experts in CPU memory travels to the GPU, and how much the CPU computes.
+"""`StreamRates`: how much of a layer's experts in CPU memory is streamed to the GPU, and how much the CPU computes.
 
 Both happen at the same time. The CPU begins later: rows are handed to it, and its thread gives the GPU all its work
-first. So the share f that takes both equally long is best: f * bus = host + cpu(f). Those that had most rows travel
-first. So the CPU has (1 - f) of the experts, which it reads, and fewer of the rows, which it multiplies. A step streams
-where that gains a tenth over the CPU alone, to which rows are handed, too.
+first. So the share f that takes both equally long is best: f * bus = host + cpu(f). Those that had most rows are
+streamed first. So the CPU has (1 - f) of the experts, which it reads, and fewer of the rows, which it multiplies. A
+step streams where that gains a tenth over the CPU alone, to which rows are handed, too.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 GAIN = 1.1
 HOST_SECONDS = 2.5e-3
 """Seconds of a layer in which the CPU has a part, in addition: 2.7 ms at 512 rows, 2.4 at 2048 (H100, Qwen3-30B-A3B,
-int4: experts travel in three parts)."""
+int4: experts are streamed in three parts)."""
 LEAST_PARTS, PART_SECONDS = 3, 5e-4  # so many are in that; each more takes so long: counted by launches, not timed
 HOST_BASE, HOST_ROW = 5e-4, 4e-6
-"""Likewise, where nothing travels: 0.9 ms at 64 rows and 3 at 512, of which a share is on the GPU (as above)."""
+"""Likewise, where nothing is streamed: 0.9 ms at 64 rows and 3 at 512, of which a share is on the GPU (as above)."""
 SPLIT_SECONDS = 1e-3  # that a layer takes longer than its bus where both compute: 5.2 ms instead of 4.1 at 512 rows
 WHOLE = 0.8  # for less than the rest the CPU is left out: it slows the bus, by a tenth at most where measured
 GRAPH_BASE, GRAPH_ROW = 4e-4, 4e-7
@@ -40,9 +40,9 @@ class StreamRates:
     cpu_fixed: float
     cpu_row: float
     least_rows: int | None = None
-    parts: int = LEAST_PARTS  # in which a layer's experts travel
+    parts: int = LEAST_PARTS  # in which a layer's experts are streamed
     factors: dict[int, float] = field(default_factory=dict)  # by size of steps: the CPU's time ÷ the start's
-    left: Sequence[float] | None = None  # of the rows, where 0, ... 1 of the experts travel; None: as of the experts
+    left: Sequence[float] | None = None  # of the rows, where 0, ... 1 of the experts is streamed; None: as of experts
     forced: float | None = None  # the share of every step, for measurements
 
     def host_seconds(self, share: float) -> float:
@@ -50,8 +50,8 @@ class StreamRates:
         return HOST_SECONDS + max(0.0, share * self.parts - LEAST_PARTS) * PART_SECONDS
 
     def share(self, rows: int, in_graphs: bool = False) -> float:
-        """Share of the experts in CPU memory that travels in a step of so many rows; 0.0: none. in_graphs: layers are
-        in CUDA graphs, where no host delays the CPU."""
+        """Share of the experts in CPU memory that is streamed in a step of so many rows; 0.0: none. in_graphs: layers
+        are in CUDA graphs, where no host delays the CPU."""
         if self.forced is not None:
             return self.forced
         if self.least_rows is not None and rows < max(1, self.least_rows):
@@ -79,7 +79,7 @@ class StreamRates:
         return most
 
     def seconds(self, rows: int, share: float, in_graphs: bool = False) -> float:
-        """Until a layer's experts are computed, of which `share` travels."""
+        """Until a layer's experts are computed, of which `share` is streamed."""
         if share <= 0.0:
             return self.cpu_seconds(rows) + min(HOST_SECONDS, HOST_BASE + rows * HOST_ROW)
         if in_graphs and share < 1.0:
@@ -91,7 +91,7 @@ class StreamRates:
         return self.cpu_part(rows, 0.0)
 
     def cpu_part(self, rows: int, share: float) -> float:
-        """That it takes where such a share travels."""
+        """That it takes where such a share is streamed."""
         factor, read = self.factors.get(rows.bit_length(), 1.0), (1 - share) * self.cpu_fixed
         return factor * (read + rows * self.cpu_row * self._rows_left(share))
 
@@ -103,8 +103,8 @@ class StreamRates:
         return self.left[first] + (at - first) * (self.left[first + 1] - self.left[first])
 
     def observe(self, rows: int, share: float, seconds: float) -> None:
-        """The CPU took so long for its part of a layer, on average, while `share` of its experts travelled. A CPU that
-        has no part is not measured: without forgetting, one slow step would leave it out for good."""
+        """The CPU took so long for its part of a layer, on average, while `share` of its experts were streamed. A CPU
+        that has no part is not measured: without forgetting, one slow step would leave it out for good."""
         expected, size = self.cpu_part(rows, share), rows.bit_length()
         factor = self.factors.get(size, 1.0)
         if share == 1.0 and size in self.factors:

@@ -98,7 +98,7 @@ def _why_not(config: EngineConfig, machine: Machine, ranks: int) -> str:
         return why
     if config.kt_max_deferred_experts_per_token and config.kt_enable_dynamic_expert_update:
         return (
-            "an expert that moves would come late on one rank and not on another; leave "
+            "an expert that moves would be deferred on one rank and not on another; leave "
             "--kt-max-deferred-experts-per-token or --kt-enable-dynamic-expert-update out"
         )
     if config.map_experts == "always":

@@ -7,7 +7,7 @@ from tandem.spec.model_config import ModelConfig
 
 BORDER_BUFFERS = 2  # chunks that a stage has room for beside its own work: one that is read, one that comes
 MOST_CHUNKS = 8  # of a step, which nobody is added to; who comes waits for as many as are under way
-BY_HOST = "experts in CPU memory: the host waits for each layer's rows, and those that travel come once a chunk"
+BY_HOST = "experts in CPU memory: the host waits for each layer's rows, and streamed ones come once a chunk"
 
 
 def chunks_at_once(model: ModelConfig, experts: int) -> tuple[int, Decisions]:

@@ -79,7 +79,7 @@ def _missing(config: EngineConfig) -> dict[str, tuple[object, str]]:
             config.kt_enable_dynamic_expert_update, "experts do not move between stages' memories yet"
         ),
         "--kt-max-deferred-experts-per-token": (
-            config.kt_max_deferred_experts_per_token, "experts do not come late across stages"
+            config.kt_max_deferred_experts_per_token, "experts are not deferred across stages"
         ),
         "--kt-expert-placement-strategy": (strategy, "stages are planned for as many experts in each layer"),
         "--enable-deterministic-inference": (

@@ -12,7 +12,7 @@ from tandem.mechanisms.recurrence.gpu.folds import GpuStateUpdates, answer_promp
 
 
 class GpuChannelStateUpdates(GpuStateUpdates):
-    """`ChannelStateUpdates`, with rows of guesses as sequences of their own: neighbours of one slot."""
+    """`ChannelStateUpdates`, with rows of draft tokens as sequences of their own: neighbours of one slot."""
 
     def corrected(
         self, mixed: Tensor, gates: ChannelGates, step: StepContext, state: ChannelState, weights: ChannelWeights
@@ -20,14 +20,14 @@ class GpuChannelStateUpdates(GpuStateUpdates):
         if step.batch.state_lens is None:
             answers = answered(keyed(mixed, gates, weights), step.batch, state.memory)
         else:
-            answers = _guessed(mixed.contiguous(), gates, step, state, weights)
+            answers = _answers_with_drafts(mixed.contiguous(), gates, step, state, weights)
         return normed(answers, gates.behind, step.rows.copied if is_alone(step.batch, answers) else None, weights)
 
 
-def _guessed(
+def _answers_with_drafts(
     mixed: Tensor, gates: ChannelGates, step: StepContext, state: ChannelState, weights: ChannelWeights
 ) -> Tensor:
-    """Answers of all rows [T, H, D], of which those that decode may be guesses, or follow some."""
+    """Answers of all rows [T, H, D], of which those that decode may be draft tokens, or follow some."""
     batch, sequences, dim = step.batch, len(step.batch.seq_lens), len(weights.norm)
     gates = gates._replace(forget=gates.forget.contiguous())
     answers = mixed.new_empty((len(mixed), len(weights.decay), dim))

@@ -1,8 +1,9 @@
-"""Rows of sequences that may guess: as `channels.py` and `folds.py` in one kernel, for runs of rows of one slot.
+"""Rows of sequences that may draft: as `channels.py` and `folds.py` in one kernel, for runs of rows of one slot.
 
-A program has some columns of one head's memory. It takes in the guesses that came since, from what was kept of them,
-then the run's first row, and stores the memory. The guesses behind it go on in registers. A second kernel keeps what
-they were given: the place of the furthest guess is that of the first one that the first kernel still reads.
+A program has some columns of one head's memory. It takes in the draft tokens accepted since, from what was kept of
+them. It takes in the run's first row, too, and stores the memory. The draft tokens behind it go on in registers. A
+second kernel keeps what they were given: the place of the furthest is that of the first one that the first kernel still
+reads.
 
 All tokens pass through one loop, so a token that is taken in later is taken in with the same bits.
 """
@@ -91,7 +92,7 @@ def _row_into(kept, x, c, CHANNELS: tl.constexpr):
 def _keep(mixed, forget, beta, kept_mixed, kept_forget, kept_beta, lens, slots, beta_stride, mixed_slot, forget_slot,
           beta_slot, HEADS: tl.constexpr, DIM: tl.constexpr, PLACES: tl.constexpr, CB: tl.constexpr,
           OVERLAP: tl.constexpr):  # fmt: skip
-    """A guess's numbers, as they were given, into the place of its position."""
+    """A draft token's numbers, as they were given, into the place of its position."""
     begin(OVERLAP)
     row, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * CB + tl.arange(0, CB)
     slot, place = tl.load(slots + row).to(tl.int64), (tl.load(lens + row) - 1) % PLACES
@@ -107,8 +108,8 @@ def verify(
     mixed: Tensor, gates: ChannelGates, batch: KernelBatch, which: range, state: ChannelState, weights: ChannelWeights,
     out: Tensor, *, before: bool = False,
 ) -> None:  # fmt: skip
-    """Sequences `which`: rows that decode and rows of guesses, or, with `before`, what chunks of prompts go on from.
-    mixed and gates.forget: contiguous. out: float32 [T, H, D], what memories answer."""
+    """Sequences `which`: rows that decode and rows of draft tokens, or, with `before`, what chunks of prompts go on
+    from. mixed and gates.forget: contiguous. out: float32 [T, H, D], what memories answer."""
     assert batch.state_lens is not None
     heads, dim, places = len(weights.decay), len(weights.norm), state.mixed.shape[1]
     rows, slots = (mixed, gates.forget, gates.beta), [each.stride(0) for each in state]

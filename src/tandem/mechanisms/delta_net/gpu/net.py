@@ -40,7 +40,7 @@ class GpuDelta:
         prompt(s, self._weights, both, no_chunks, 0, state, zeros(2, s.values))
 
     def __call__(self, projected: Tensor, gates: Gates, batch: KernelBatch, state: DeltaState) -> Tensor:
-        """As `DeltaOperator`, with rows of guesses as sequences of their own: neighbours of one slot. The first
+        """As `DeltaOperator`, with rows of draft tokens as sequences of their own: neighbours of one slot. The first
         sequences with one row each are decoded."""
         rows, sequences = len(projected), len(batch.seq_lens)
         single = sequences if rows == sequences else batch.single_rows

@@ -1,8 +1,8 @@
-"""Rows of sequences that may guess: as `step.py`, for runs of rows that belong to one sequence.
+"""Rows of sequences that may draft: as `step.py`, for runs of rows that belong to one sequence.
 
-A run is neighbours of one slot: a token, and guesses of those behind it. A program has one value head of one run. It
-folds the guesses that came since, from the inputs and gates that were kept of them, then the run's first row, and
-stores the memory. The guesses go on in registers; of them only inputs and gates are kept.
+A run is neighbours of one slot: a token, and the draft tokens behind it. A program has one value head of one run. It
+folds the draft tokens accepted since, from the inputs and gates that were kept of them. It folds the run's first row,
+too, and stores the memory. The draft tokens go on in registers; of them only inputs and gates are kept.
 
 All tokens pass through one loop, so a token that is folded later is folded with the same bits.
 """
@@ -136,8 +136,8 @@ def verify(
     shape: DeltaRule, weights: DeltaWeights, rows: tuple[Tensor, Tensor], batch: KernelBatch, which: range,
     state: DeltaState, out: Tensor, *, before: bool = False,
 ) -> None:  # fmt: skip
-    """Sequences `which`: rows that decode and rows of guesses, or, with `before`, what chunks of prompts go on from.
-    rows: projections and gates."""
+    """Sequences `which`: rows that decode and rows of draft tokens, or, with `before`, what chunks of prompts go on
+    from. rows: projections and gates."""
     assert batch.state_lens is not None
     named, places = constants(shape), state.inputs.shape[1]
     warps = max(1, min(16, shape.padded_head // ELEMENTS_PER_WARP))

@@ -1,8 +1,8 @@
 """Causal convolutions of channels over their last tokens, on a GPU, with what stands around them.
 
-Rows that decode are one kernel. A row of a guess finds rows before it in the step: neighbours of one slot. Its own
-input's place in the ring is that of a token that no such neighbour asks for. A prompt's rows are read while the ring
-still has the tokens before, so their last inputs are kept by a second kernel.
+Rows that decode are one kernel. A row of a draft token finds rows before it in the step: neighbours of one slot. Its
+own input's place in the ring is that of a token that no such neighbour asks for. A prompt's rows are read while the
+ring still has the tokens before, so their last inputs are kept by a second kernel.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs of rows that decode: neighbours of one slot, a token and guesses of those behind it."""
+"""Runs of rows that decode: neighbours of one slot, a token and the draft tokens behind it."""
 
 from __future__ import annotations
 

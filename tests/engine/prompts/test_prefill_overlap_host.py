@@ -301,7 +301,8 @@ def test_a_chunk_has_as_many_tokens_as_a_slice_takes() -> None:
 
 
 def test_chunks_have_a_graphs_rows_only_where_a_device_computes_them_alone() -> None:
-    """Experts that were to travel, and cannot, are computed by the CPU: whoever decodes would wait for whole layers."""
+    """Experts that were to be streamed, and cannot be, are computed by the CPU: whoever decodes would wait for whole
+    layers."""
     for ring, tokens in ((0, 1 + 2048), (1 << 30, 1 + 4 * MIN_TOKENS)):
         plan = SimpleNamespace(
             max_step_tokens=4096,

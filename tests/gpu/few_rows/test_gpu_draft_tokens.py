@@ -1,5 +1,5 @@
-"""Guesses in the GPU's own runner, its graphs and its draft layers, in Triton's interpreter: greedy text is that of
-plain decoding, whatever comes of them."""
+"""Draft tokens in the GPU's own runner, its graphs and its draft layers, in Triton's interpreter: greedy text is that
+of plain decoding, whatever comes of them."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def longer(engine: Engine, known: Answers) -> Answers:
 def test_text_is_that_of_plain_decoding(
     tiny_models, monkeypatch: pytest.MonkeyPatch, variant: str, acceptance: float
 ) -> None:
-    """None of the guesses comes, some, or all; then a prompt goes on from what they left."""
+    """None of the draft tokens is accepted, some, or all; then a prompt goes on from what they left."""
     plain = engine_of(tiny_models[variant], TorchOps())
     known = longer(plain, answers(plain))
     without_gpu(monkeypatch, [])
@@ -104,21 +104,21 @@ def test_text_is_that_of_plain_decoding(
     engine = engine_of(tiny_models[variant], gpu_ops(monkeypatch), "made up", drafter)
     assert longer(engine, answers(engine)) == known
     said = engine.stats().speculation
-    assert said.guesses > 0 and (said.right_guesses > 0) == (acceptance > 0)
+    assert said.draft_tokens > 0 and (said.accepted_tokens > 0) == (acceptance > 0)
 
 
 def test_text_is_the_same_where_pages_are_few(tiny_models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers give way to each other, and are computed anew with guesses among them."""
+    """Answers give way to each other, and are computed anew with draft tokens among them."""
     known = answers(engine_of(tiny_models["glm5_next"], TorchOps()))
     without_gpu(monkeypatch, [])
     drafter = OracleDrafter(known, 0.7, VOCAB)
     engine = engine_of(tiny_models["glm5_next"], gpu_ops(monkeypatch), "made up", drafter, pages=6)
     assert answers(engine) == known
-    assert engine.stats().preemptions > 0 and engine.stats().speculation.right_guesses > 0
+    assert engine.stats().preemptions > 0 and engine.stats().speculation.accepted_tokens > 0
 
 
 @pytest.mark.parametrize("variant", ["glm5_next-pools", "bailing_hybrid"])
-def test_a_draft_layer_s_guesses_change_no_text(
+def test_a_draft_layer_s_drafts_change_no_text(
     tiny_models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str
 ) -> None:
     path = drafted(tiny_models[variant], tmp_path / "m").path
@@ -128,4 +128,4 @@ def test_a_draft_layer_s_guesses_change_no_text(
     chains = engine._speculation._drafter._chain
     assert isinstance(chains, GpuRollouts) and chains._recorded
     assert answers(engine) == known
-    assert engine.stats().speculation.guesses > 0
+    assert engine.stats().speculation.draft_tokens > 0

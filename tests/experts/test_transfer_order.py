@@ -1,4 +1,4 @@
-"""`TransferOrder`: those that had most rows lately travel first, and who asks knows what rows are left."""
+"""`TransferOrder`: those that had most rows lately are streamed first, and who asks knows what rows are left."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tokens(*of_second_layer: int) -> np.ndarray:
 
 
 def test_places_of_who_had_most_rows_come_first() -> None:
-    """Both those that travel and the others ascend, so that neighbours are one copy."""
+    """Both those that are streamed and the others ascend, so that neighbours are one copy."""
     order = TransferOrder([None, Layer(4)])
     assert arranged(order, 2) == [0, 1, 2, 3] and order.left is None
     order.learn(tokens(5, 1, 9, 4), PLACES)
@@ -87,7 +87,7 @@ class NoBus:
 
 
 def test_copies_are_listed_anew_only_for_another_order() -> None:
-    """Exchanges of experts change who travels in each step, and seldom which slots do."""
+    """Exchanges of experts change which experts are streamed in each step, and seldom which slots are."""
     listed: list[list[int]] = []
 
     class Listing(Layer):

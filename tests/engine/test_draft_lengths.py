@@ -1,4 +1,4 @@
-"""Who guesses, how many guesses are worth a row, and what is said of it."""
+"""Who drafts, how many draft tokens are worth a row, and what is said of it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_text_is_searched_for_its_end(tokens, least: int, most: int) -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=80), st.integers(1, 3), st.randoms(use_true_random=False))
 def test_a_growing_text_is_followed(tokens, least: int, chance: random.Random) -> None:
-    """Whatever arrives at a time: its match is one, at least as long as it says, and what follows it is guessed."""
+    """Whatever arrives at a time: its match is one, at least as long as it says, and what follows it is drafted."""
     drafter, grown = NGram(least, 5), text([])
     while len(grown.tokens) < len(tokens):
         grown.tokens += tokens[len(grown.tokens) :][: chance.randint(1, 4)]
@@ -133,7 +133,7 @@ def test_two_texts_of_one_hash_are_no_match(monkeypatch) -> None:
     assert NGram(2, 8).propose(text([1, 2, 3, 1, 2]), 2).tokens == (3, 1)
 
 
-# -- what guesses cost, and which are worth it ---
+# -- what draft tokens cost, and which are worth it ---
 
 
 def test_costs_go_through_what_was_measured() -> None:
@@ -153,7 +153,7 @@ def test_costs_go_through_what_was_measured() -> None:
 
 
 def test_more_rows_never_take_less() -> None:
-    """Where they seem to, steps without guesses were measured on a machine that was slower then."""
+    """Where they seem to, steps without drafts were measured on a machine that was slower then."""
     times = StepTimes()
     for _ in range(3):
         times.observe(1, 0, 2.0)
@@ -163,7 +163,7 @@ def test_more_rows_never_take_less() -> None:
     assert times.plain(1) == pytest.approx(1.3)
 
 
-def test_guesses_of_many_sequences_are_tried_at_once() -> None:
+def test_drafts_of_many_sequences_are_tried_at_once() -> None:
     """One of each costs as much of a longer step, until more is known."""
     assert StepTimes().curve(8)(8) == pytest.approx(StepTimes().curve(1)(1))
     world = World(0.95, 0.02, sequences=8)
@@ -172,7 +172,7 @@ def test_guesses_of_many_sequences_are_tried_at_once() -> None:
 
 
 class World:
-    """Sequences whose guesses come with a constant chance; steps take as long as their rows say."""
+    """Sequences whose draft tokens are accepted with a constant chance; steps take as long as their rows say."""
 
     def __init__(
         self, acceptance: float, slope: float, sequences: int = 1, governor: DraftLengthController | None = None
@@ -182,7 +182,7 @@ class World:
         self._chance = random.Random(7)
 
     def run(self, steps: int, most: int = 4) -> tuple[float, list[int]]:
-        """Tokens per second, beside what they would be without guesses; and the widths of all steps."""
+        """Tokens per second, beside what they would be without drafts; and the widths of all steps."""
         tokens, seconds, seen = 0, 0.0, []
         for _ in range(steps):
             rights = [[self._chance.random() < self.acceptance for _ in range(most)] for _ in self.sequences]
@@ -204,7 +204,7 @@ class World:
 
 @pytest.mark.parametrize("sequences", [1, 4])
 @pytest.mark.parametrize("slope", [0.05, 0.3, 0.9])
-def test_bad_guesses_cost_next_to_nothing(slope: float, sequences: int) -> None:
+def test_bad_drafts_cost_next_to_nothing(slope: float, sequences: int) -> None:
     world = World(0.05, slope / sequences, sequences)
     world.run(100)  # to learn
     gain, widths = world.run(400)
@@ -212,7 +212,7 @@ def test_bad_guesses_cost_next_to_nothing(slope: float, sequences: int) -> None:
 
 
 @pytest.mark.parametrize(("acceptance", "slope"), [(0.9, 0.1), (0.9, 0.3), (0.7, 0.2), (0.95, 0.6)])
-def test_good_guesses_gain_nearly_what_the_best_width_does(acceptance: float, slope: float) -> None:
+def test_good_drafts_gain_nearly_what_the_best_width_does(acceptance: float, slope: float) -> None:
     best = max(
         sum(acceptance**i for i in range(width + 1)) / (1.0 + slope * width) for width in range(5)
     )
@@ -223,7 +223,7 @@ def test_good_guesses_gain_nearly_what_the_best_width_does(acceptance: float, sl
 
 
 def test_it_says_what_it_believes() -> None:
-    """Of steps like the last, and of guesses so far."""
+    """Of steps like the last, and of draft tokens so far."""
     world = World(0.9, 0.2, sequences=2)
     assert world.governor.believed(2, 4) == ([], [])
     world.run(300)
@@ -234,7 +234,7 @@ def test_it_says_what_it_believes() -> None:
 
 
 def test_dear_rows_are_not_bought() -> None:
-    """Each guess reads as much as a token of its own: nothing can be gained, and little is lost to see that."""
+    """Each draft token reads as much as a token of its own: nothing can be gained, and little is lost to see that."""
     gain, widths = World(0.9, 0.95).run(500)
     assert gain >= 0.97 and sum(width > 0 for width in widths) < 50
 
@@ -271,7 +271,7 @@ def test_sequences_share_a_step_s_rows_by_their_chances() -> None:
 
 
 class Same(NGram):
-    """Always guesses two tokens."""
+    """Always drafts two tokens."""
 
     def propose(self, sequence, most: int) -> Draft | None:
         return Draft((1, 2)[:most], (3, 4)[:most])
@@ -290,11 +290,11 @@ def test_only_the_step_that_was_asked_for_is_learnt_from() -> None:
     made.ran([], 1.0)  # it failed
     made.ran([turn_of(other)], 1.0)  # a prompt
     made.ran([turn_of(first)], 1.0)
-    assert made.stats().steps == made.stats().guesses == 0
+    assert made.stats().steps == made.stats().draft_tokens == 0
     for _ in range(2):
         made.ran([turn_of(first, (1, 2), 2), turn_of(second, (1, 2), 1)], 1.0)
     stats = made.stats()
-    assert (stats.steps, stats.guesses, stats.right_guesses, stats.widths) == (1, 4, 1, [0, 0, 2])
+    assert (stats.steps, stats.draft_tokens, stats.accepted_tokens, stats.widths) == (1, 4, 1, [0, 0, 2])
 
 
 # -- what is asked for ---
@@ -305,7 +305,7 @@ def plan_of(*argv: str, device: str = "cpu"):
 
 
 @pytest.mark.parametrize("rows", [2, 3, 4])
-def test_more_sequences_than_rows_get_no_guesses(rows: int) -> None:
+def test_more_sequences_than_rows_get_no_drafts(rows: int) -> None:
     """`room` would be below 0: nobody is asked."""
     asked = SimpleNamespace(draft_tokens=lambda sequences, room: pytest.fail(f"asked for {room}"))
     scheduler = object.__new__(Scheduler)
@@ -326,7 +326,7 @@ def test_flags_make_a_plan() -> None:
     asked = plan.speculation
     assert (asked.most_draft_tokens, asked.least_match, asked.longest_match, asked.governed) == (5, 3, 16, False)
     assert [n for n in plan.notices if n.startswith("--speculative-eagle-topk changes nothing")]
-    assert [d.value for d in plan.decisions if d.name == "speculation"] == ["NGRAM, up to 5 guesses a step"]
+    assert [d.value for d in plan.decisions if d.name == "speculation"] == ["NGRAM, up to 5 draft tokens a step"]
 
 
 @pytest.mark.parametrize(
@@ -341,7 +341,7 @@ def test_flags_make_a_plan() -> None:
         ("--speculative-algorithm NGRAM --speculative-ngram-min-match-window-size 17", "more than"),
     ],
 )
-def test_what_cannot_be_guessed_is_refused(line: str, says: str) -> None:
+def test_what_cannot_be_drafted_is_refused(line: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         plan_of(*line.split())
 
