@@ -15,7 +15,7 @@ struct AttentionState {
   float sum;  // of exp(score - max)
 };
 
-// Integer codes low … high, and first guesses of a scale: the code of the weight of the largest magnitude.
+// Integer codes low … high, and initial values of a scale: the code of the weight of the largest magnitude.
 struct FitGrid {
   float low, high;
   const float* targets;

@@ -46,8 +46,8 @@ BatchView make_batch(nb::handle positions, nb::handle cache_slots, nb::handle qu
                  slots.is_none() ? std::vector<int32_t>{} : copied<int32_t>(slots, "slots", Element::i32, {kAnySize}),
                  page_size, num_pages);
   if (!state_lens.is_none())
-    made.guess(copied<int32_t>(state_lens, "state_lens", Element::i32, {kAnySize}),
-               copied<int32_t>(num_verified, "num_verified", Element::i32, {kAnySize}));
+    made.set_drafts(copied<int32_t>(state_lens, "state_lens", Element::i32, {kAnySize}),
+                    copied<int32_t>(num_verified, "num_verified", Element::i32, {kAnySize}));
   return made;
 }
 

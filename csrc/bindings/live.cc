@@ -156,8 +156,8 @@ void bind_live(nb::module_& m) {
       .def("add", &add_layer, nb::arg("cpu"), nb::arg("slot_of"), nb::arg("slots"), nb::arg("slot_count"),
            nb::keep_alive<1, 3>(), "slot_of int32 [experts] is changed in place.")
       .def("add_none", [](MovingLayers& self) { self.add({}); }, "A layer that lives on one side only.");
-  nb::class_<ExchangeTurn, Meanwhile>(m, "ExchangeTurn",
-                                      "Exchanges that travel and end together, see csrc/experts/live/exchange_turn.h.")
+  nb::class_<ExchangeTurn, Meanwhile>(
+      m, "ExchangeTurn", "Exchanges that are copied and end together, see csrc/experts/live/exchange_turn.h.")
       .def("__init__", &make_turn, nb::arg("layers"), nb::arg("functions"), nb::arg("streams"), nb::arg("tables"),
            nb::arg("exchanges"), nb::arg("stages"),
            "functions: cuMemcpyAsync, cuStreamQuery. streams: up, down, computing. tables: image, themselves, bytes.")

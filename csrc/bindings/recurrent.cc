@@ -144,7 +144,7 @@ void bind_recurrent(nb::module_& m) {
            nb::arg("beta"), nb::arg("behind"), nb::arg("decay"), nb::arg("bias"), nb::arg("norm"),
            nb::arg("kept_mixed"), nb::arg("kept_forget"), nb::arg("kept_beta"), nb::arg("memory"), nb::arg("out"),
            nb::arg("eps"), nb::arg("floor"),
-           "kept: what rows of guesses were given, in each sequence's slot [places, ...].")
+           "kept: what rows of draft tokens were given, in each sequence's slot [places, ...].")
       .def("convolve", &RecurrentOps::convolve, nb::arg("batch"), nb::arg("rows"), nb::arg("weights"), nb::arg("bias"),
            nb::arg("gated"), nb::arg("ring"), nb::arg("out"))
       .def("state_space", &RecurrentOps::state_space, nb::arg("batch"), nb::arg("groups"), nb::arg("mixed"),

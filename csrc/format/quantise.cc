@@ -15,7 +15,7 @@
 namespace tandem {
 namespace {
 
-// First guesses of a group's scale around the likely one, which comes first and wins where others are no better:
+// Initial values of a group's scale around the likely one, which comes first and wins where others are no better:
 // formats/rounding.py. The int4 weight of the largest magnitude has a negative code, so that all 16 codes are used.
 struct Grid {
   static constexpr int kTried = 16;

@@ -8,7 +8,7 @@ namespace tandem {
 namespace {
 
 // 16 groups at a time, one per lane, so that nothing is ever added across lanes. All weights of a group are divided by
-// the one of the largest magnitude first: a guess `target` is the code that this one would get.
+// the one of the largest magnitude first: `target` is the code that this one would get.
 template <class Isa>
 class LaneFit {
  public:
@@ -25,8 +25,8 @@ class LaneFit {
   void search(const FitGrid& grid, int64_t group, uint16_t* scales) {
     Best best = divide_by_largest(group);
     int t = 0;
-    for (; t + 1 < grid.target_count; t += 2) guess<weighted, 2>(grid, group, grid.targets + t, &best);
-    if (t < grid.target_count) guess<weighted, 1>(grid, group, grid.targets + t, &best);
+    for (; t + 1 < grid.target_count; t += 2) try_targets<weighted, 2>(grid, group, grid.targets + t, &best);
+    if (t < grid.target_count) try_targets<weighted, 1>(grid, group, grid.targets + t, &best);
     alignas(64) float found[kLanes];
     Isa::store(found, Isa::mul(best.extreme, best.ratio));
     for (int lane = 0; lane < kLanes; ++lane) {
@@ -67,10 +67,10 @@ class LaneFit {
     return {extreme, Isa::zero(), Isa::zero()};
   }
 
-  // |w - s q|^2 is least for s = <w, q> / <q, q>, and then less than |w|^2 by <w, q>^2 / <q, q>. Two guesses at once:
+  // |w - s q|^2 is least for s = <w, q> / <q, q>, and then less than |w|^2 by <w, q>^2 / <q, q>. Two tries at once:
   // the sums of one are a chain of additions that leaves half of the processor idle.
   template <bool weighted, int count>
-  void guess(const FitGrid& grid, int64_t group, const float* targets, Best* best) {
+  void try_targets(const FitGrid& grid, int64_t group, const float* targets, Best* best) {
     const Vec low = Isa::set1(grid.low), high = Isa::set1(grid.high);
     Vec target[count], along[count], square[count];
     for (int i = 0; i < count; ++i) {

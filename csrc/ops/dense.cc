@@ -56,7 +56,7 @@ BatchView::BatchView(std::vector<int64_t> positions_, std::vector<int64_t> cache
   }
 }
 
-void BatchView::guess(std::vector<int32_t> state_lens_, std::vector<int32_t> num_verified_) {
+void BatchView::set_drafts(std::vector<int32_t> state_lens_, std::vector<int32_t> num_verified_) {
   check(state_lens_.size() == seq_lens.size() && num_verified_.size() == seq_lens.size(),
         "batch: state_lens, num_verified and seq_lens differ in length");
   for (size_t s = 0; s < seq_lens.size(); ++s) {

@@ -18,9 +18,9 @@ struct BatchView {
             std::vector<int32_t> seq_lens, std::vector<int32_t> block_tables, std::vector<int32_t> slots,
             int64_t page_size, int64_t num_pages);
 
-  // Of each sequence: tokens that its slot's folds hold, and its rows that are surely tokens; the others are guesses.
-  // Without it folds hold all tokens before, and all rows are verified. Throws as the constructor does.
-  void guess(std::vector<int32_t> state_lens, std::vector<int32_t> num_verified);
+  // Of each sequence: tokens that its slot's folds hold, and its rows that are surely tokens; the others are draft
+  // tokens. Without it folds hold all tokens before, and all rows are verified. Throws as the constructor does.
+  void set_drafts(std::vector<int32_t> state_lens, std::vector<int32_t> num_verified);
 
   int64_t rows() const { return static_cast<int64_t>(positions.size()); }
   int64_t sequences() const { return static_cast<int64_t>(seq_lens.size()); }
@@ -29,7 +29,7 @@ struct BatchView {
   std::vector<int64_t> positions, cache_slots;
   std::vector<int32_t> query_starts, seq_lens, block_tables;
   std::vector<int32_t> slots;  // of what models keep of each sequence beside pages; empty: of nothing
-  std::vector<int32_t> state_lens, num_verified;  // see `guess`; empty: nothing is guessed
+  std::vector<int32_t> state_lens, num_verified;  // see `set_drafts`; empty: there are no draft tokens
   int64_t page_size, num_pages;
 };
 

@@ -282,7 +282,7 @@ class RecurrentOps:
         floor: float,
     ) -> None:
         """
-        kept: what rows of guesses were given, in each sequence's slot [places, ...].
+        kept: what rows of draft tokens were given, in each sequence's slot [places, ...].
         """
 
     def convolve(
@@ -855,7 +855,7 @@ class MovingLayers:
 
 class ExchangeTurn(Meanwhile):
     """
-    Exchanges that travel and end together, see csrc/experts/live/exchange_turn.h.
+    Exchanges that are copied and end together, see csrc/experts/live/exchange_turn.h.
     """
 
     def __init__(

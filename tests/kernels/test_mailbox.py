@@ -653,7 +653,7 @@ def test_what_is_late_is_forgotten_after_a_failure() -> None:
 
     thread = threading.Thread(target=play)
     thread.start()
-    with pytest.raises(RuntimeError, match="late experts of 3 tokens wait, and the GPU asked for 2"):
+    with pytest.raises(RuntimeError, match="deferred experts of 3 tokens wait, and the GPU asked for 2"):
         gpu.serve(2)
     thread.join()
     assert int(gpu.words[FAILED]) == 1

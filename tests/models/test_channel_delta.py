@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_refused() -> None:
         folds.corrected(mixed[:, 1:].contiguous(), gates, step_of([(1, 0, LENGTH)]), state, case.weights)
     step = step_of([(1, 0, LENGTH)])
     step.batch.state_lens, step.batch.num_verified = torch.zeros(1).int(), torch.full((1,), LENGTH - 3).int()
-    with pytest.raises(ValueError, match="channel_delta: there are too few places for the inputs of guesses"):
+    with pytest.raises(ValueError, match="channel_delta: there are too few places for the inputs of draft tokens"):
         folds.corrected(mixed, gates, step, state, case.weights)
     with pytest.raises(ValueError, match="channel_delta: decays' floor must be 0 or below"):
         folds.corrected(mixed, gates, step_of([(1, 0, LENGTH)]), state, case.weights._replace(floor=1.0))

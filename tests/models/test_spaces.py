@@ -77,6 +77,6 @@ def test_what_does_not_fit_is_refused() -> None:
         folds.spaced(given, step_of(pieces), memory, case.weights._replace(groups=4))
     step = step_of(pieces)
     step.batch.state_lens, step.batch.num_verified = torch.zeros(2).int(), torch.full((2,), LENGTH - 1).int()
-    with pytest.raises(ValueError, match="state_space: a memory cannot take guesses back"):
+    with pytest.raises(ValueError, match="state_space: a memory cannot take draft tokens back"):
         folds.spaced(given, step, memory, case.weights)
     assert memory.eq(0).all()

@@ -163,7 +163,7 @@ def test_what_a_memory_cannot_do_is_refused() -> None:
         folds.folded(tokens, step_of([(4, 0, LENGTH)]), memory)
     step = step_of([(1, 0, LENGTH)])
     step.batch.state_lens, step.batch.num_verified = torch.zeros(1).int(), torch.full((1,), LENGTH - 1).int()
-    with pytest.raises(ValueError, match="fold: a memory cannot take guesses back"):
+    with pytest.raises(ValueError, match="fold: a memory cannot take draft tokens back"):
         folds.folded(tokens, step, memory)
     ring = torch.zeros(4, TAPS - 1, 8)
     with pytest.raises(ValueError, match="convolve: too many taps, or a ring that is too short"):

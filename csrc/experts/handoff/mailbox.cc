@@ -221,8 +221,8 @@ ExpertStore& Mailbox::answer(bool may_defer) {
     throw std::runtime_error("the GPU asked for layer " + std::to_string(layer) + " with " + std::to_string(tokens) +
                              " tokens, which do not exist");
   if (waiting_ && waiting_ != int64_t(tokens))
-    throw std::runtime_error("late experts of " + std::to_string(waiting_) + " tokens wait, and the GPU asked for " +
-                             std::to_string(tokens));
+    throw std::runtime_error("deferred experts of " + std::to_string(waiting_) +
+                             " tokens wait, and the GPU asked for " + std::to_string(tokens));
   // A GPU that has given up posts on: what is counted and then used must not change in between.
   const int32_t* ids = reinterpret_cast<const int32_t*>(memory_ + at_.ids + half_);
   tokens_ = tokens;

@@ -21,7 +21,7 @@
 //
 // Experts may be late: of a layer that defers, a token's weakest experts are computed after the answer, while the GPU
 // goes on to the next layer. Their sum is added to the answer of the next post. So posts take turns between two halves:
-// late experts read x in theirs and write to the other's result, before the next answer is added there.
+// deferred experts read x in theirs and write to the other's result, before the next answer is added there.
 #pragma once
 
 #include <atomic>
@@ -63,7 +63,7 @@ MailboxOffsets mailbox_offsets(const MailboxShape& shape);
 // What a post says of itself.
 enum PostFlag : uint32_t {
   kSecondHalf = 1,  // where it lies
-  kLastPost = 2     // of its step: nothing follows to which late experts could be added
+  kLastPost = 2     // of its step: nothing follows to which deferred experts could be added
 };
 
 constexpr int64_t kUntilStopped = -1;  // posts, where nobody knows how many will come
@@ -151,7 +151,7 @@ class Mailbox {
   std::vector<int32_t> ids_;         // of the post that is answered
   std::vector<int32_t> now_, late_;  // of these, in their places, -1 elsewhere
   int64_t half_ = 0, tokens_ = 0;    // of that post
-  int64_t waiting_ = 0;              // tokens of late experts, whose sum lies in this half's result; 0: there is none
+  int64_t waiting_ = 0;  // tokens of deferred experts, whose sum lies in this half's result; 0: there is none
   std::vector<std::shared_ptr<ExpertStore>> layers_;
   std::vector<Late> deferring_;  // of each layer
   Foresight foresight_;

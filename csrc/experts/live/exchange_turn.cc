@@ -35,9 +35,9 @@ Meanwhile::Progress ExchangeTurn::piece_of_step() noexcept {
   switch (stage_.load(std::memory_order_acquire)) {
     case Stage::begin:
       bytes_given_ += moves_->begin(index_, device_.up, device_.down);
-      go_on(Stage::begin, Stage::travel);
+      go_on(Stage::begin, Stage::copy);
       return Progress::did;
-    case Stage::travel:
+    case Stage::copy:
       return look();
     case Stage::assign:
       return Progress::waits;

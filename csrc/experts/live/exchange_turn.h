@@ -41,7 +41,7 @@ class ExchangeTurn final : public Meanwhile {
   int64_t bytes_given() const { return bytes_given_; }
 
  private:
-  enum class Stage { begin, travel, assign, hide, fill_slot, show, ended };
+  enum class Stage { begin, copy, assign, hide, fill_slot, show, ended };
 
   Progress piece() noexcept override;          // the stage `assign`
   Progress piece_of_step() noexcept override;  // all others

@@ -34,7 +34,7 @@ class ChannelRun {
     memory_ = reinterpret_cast<float*>(call.memory + span.slot * call.memory_stride) + head * call.dim * call.dim;
   }
 
-  // state_lens: tokens that the memory holds; num_verified: the first rows, which are no guesses.
+  // state_lens: tokens that the memory holds; num_verified: the first rows, which are no draft tokens.
   void run(int64_t state_lens, int64_t num_verified) {
     const int64_t size = call_.dim * call_.dim;
     if (state_lens == 0) std::fill_n(memory_, size, 0.0f);

@@ -5,8 +5,8 @@
 
 namespace tandem {
 
-// Rows of guesses as they were given, which memories may have to take in again. The row of the token at position p is
-// in place p % places of its sequence's slot.
+// Rows of draft tokens as they were given, which memories may have to take in again. The row of the token at position p
+// is in place p % places of its sequence's slot.
 struct ChannelInputs {
   char *mixed, *forget, *beta;                       // [places, 3, heads, dim] float; of `type`, as in a call
   int64_t mixed_stride, forget_stride, beta_stride;  // bytes from a slot to the next
@@ -28,7 +28,7 @@ struct ChannelCall {
 
 // From the convolution's result to the last projection. A memory is what its verified rows made of it, as in
 // `delta_rule`; one of a sequence without tokens starts from zeros. Throws std::invalid_argument when the batch has no
-// slots, or one that is not there, or too few places for guesses.
+// slots, or one that is not there, or too few places for draft tokens.
 void channel_delta(const DenseOps& dense, const BatchView& batch, const ChannelCall& call);
 
 }  // namespace tandem

@@ -41,8 +41,9 @@ struct DeltaCall {
   DType type;
 };
 
-// A sequence's memory is what its verified rows made of it. Rows of guesses go on from a copy that is thrown away. What
-// they took in stays in its place, so that a later call can do again those that have come (`BatchView::state_lens`).
+// A sequence's memory is what its verified rows made of it. Rows of draft tokens go on from a copy that is thrown away.
+// What they took in stays in its place, so that a later call can do again those that have come
+// (`BatchView::state_lens`).
 //
 // Throws std::invalid_argument when the batch has no slots, or one that is not there, or too few places.
 void delta_rule(const DenseOps& dense, const BatchView& batch, const DeltaShape& shape, const DeltaCall& call);

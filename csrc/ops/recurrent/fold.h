@@ -23,7 +23,7 @@ struct FoldCall {
 };
 
 // Memories go on; those of sequences without tokens start from zeros. Throws std::invalid_argument when the batch has
-// no slots, or one that is not there, or guesses, which a memory cannot take back.
+// no slots, or one that is not there, or draft tokens, which a memory cannot take back.
 void fold(const DenseOps& dense, const BatchView& batch, const FoldShape& shape, const FoldCall& call);
 
 struct ConvolutionCall {
@@ -39,7 +39,7 @@ struct ConvolutionCall {
 };
 
 // A causal convolution of each channel over the last tokens; zeros stand for those before a sequence began. Throws when
-// the ring is too short, or when a slot is not there. Guesses may be among the rows.
+// the ring is too short, or when a slot is not there. Draft tokens may be among the rows.
 void convolve(const DenseOps& dense, const BatchView& batch, const ConvolutionCall& call);
 
 }  // namespace tandem

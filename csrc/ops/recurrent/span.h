@@ -18,7 +18,8 @@ inline void check_slots(const BatchView& batch, int64_t slots, const char* what)
 }
 
 inline void check_sure(const BatchView& batch, const char* what) {
-  if (!batch.state_lens.empty()) throw std::invalid_argument(std::string(what) + ": a memory cannot take guesses back");
+  if (!batch.state_lens.empty())
+    throw std::invalid_argument(std::string(what) + ": a memory cannot take draft tokens back");
 }
 
 // What a token was given must be there as long as it may be taken back. read: places that other tokens need then.
@@ -26,9 +27,9 @@ inline void check_places(const BatchView& batch, int64_t places, const char* wha
   for (size_t s = 0; s < size_t(batch.sequences()); ++s) {
     const int64_t rows = batch.query_starts[s + 1] - batch.query_starts[s];
     const int64_t behind = batch.state_lens.empty() ? 0 : batch.seq_lens[s] - rows - batch.state_lens[s];
-    const int64_t guesses = batch.num_verified.empty() ? 0 : rows - batch.num_verified[s];
-    if (std::max(behind, guesses) + read > places)
-      throw std::invalid_argument(std::string(what) + ": there are too few places for the inputs of guesses");
+    const int64_t drafts = batch.num_verified.empty() ? 0 : rows - batch.num_verified[s];
+    if (std::max(behind, drafts) + read > places)
+      throw std::invalid_argument(std::string(what) + ": there are too few places for the inputs of draft tokens");
   }
 }
 

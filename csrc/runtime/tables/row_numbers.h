@@ -15,7 +15,7 @@ class RowNumbers {
     std::vector<int64_t> sizes, offsets;  // [(longest - 1) * heads]
   };
 
-  static constexpr int64_t kPlaces = 256;  // of a slot: rows of guesses have places of their own
+  static constexpr int64_t kPlaces = 256;  // of a slot: rows of draft tokens have places of their own
 
   // Throws std::invalid_argument.
   explicit RowNumbers(Hashes hashes);
