@@ -306,7 +306,7 @@ def test_memory_and_pages_come_back(small_server: ServerProcess):
     growth = [p.memory_info().rss - b for p, b in zip(processes, before, strict=True)]
     assert max(growth) < MAX_GROWTH_BYTES, growth
     assert requests_ended(stats) - ended == REQUESTS
-    httpx.post(server.url + "/flush_cache", headers=server.headers)
+    httpx.post(server.url + "/flush_cache", headers=server.headers, timeout=PATIENCE)
     assert wait_until_idle(server)["pages_cached"] == 0
 
 

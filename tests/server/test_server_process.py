@@ -289,7 +289,7 @@ def test_a_taken_port_is_named(tmp_path: Path):
 
 def test_a_client_that_leaves_frees_its_pages(echo: ServerProcess):
     """Streaming or not."""
-    with httpx.stream("POST", echo.url + "/generate", json=LONG | {"stream": True}) as response:
+    with httpx.stream("POST", echo.url + "/generate", json=LONG | {"stream": True}, timeout=PATIENCE) as response:
         next(response.iter_bytes())
     wait_until(lambda: pages_are_back(echo))
     with pytest.raises(httpx.ReadTimeout):
@@ -337,10 +337,10 @@ def test_health_is_answered_at_once_while_ten_megabytes_are_refused(echo: Server
     def used() -> float:
         return sum(process.cpu_times()[:2])
 
-    with httpx.Client(base_url=echo.url) as client, ThreadPoolExecutor(1) as pool:
+    with httpx.Client(base_url=echo.url, timeout=PATIENCE) as client, ThreadPoolExecutor(1) as pool:
         for _ in range(3):
             client.get("/health")
-            refusing, waits = pool.submit(httpx.post, echo.url + "/generate", content=content), [0.0]
+            refusing, waits = pool.submit(client.post, "/generate", content=content), [0.0]
             while not refusing.done():
                 asked, before = time.monotonic(), used()
                 assert client.get("/health").status_code == 200
@@ -367,7 +367,7 @@ def test_others_go_on_during_abuse(echo: ServerProcess):
 def abuse(echo: ServerProcess) -> None:
     assert httpx.post(echo.url + "/generate", content=b" " * (100 << 20), timeout=PATIENCE).status_code == 413
     for body in (b"\xff" * 1000, b"[" * 100_000, b'{"text": "' + b"x" * 1_000_000 + b'"}'):
-        assert httpx.post(echo.url + "/generate", content=body).status_code == 400
+        assert httpx.post(echo.url + "/generate", content=body, timeout=PATIENCE).status_code == 400
     send_garbage(echo)
 
 
@@ -422,7 +422,7 @@ def test_a_free_port_is_chosen_and_printed(tmp_path: Path):
     try:
         wait_until(lambda: "kt chat --host 127.0.0.1 --port" in log.read_text())
         port = int(log.read_text().rpartition("--port ")[2].split()[0])
-        assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+        assert httpx.get(f"http://127.0.0.1:{port}/health", timeout=PATIENCE).status_code == 200
     finally:
         process.terminate()
         assert process.wait(timeout=PATIENCE) == 0

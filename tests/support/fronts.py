@@ -57,10 +57,10 @@ class Front:
         body = {"messages": [{"role": "user", "content": text}], **more} | ({"model": model} if model else {})
         return await self.client.post("/v1/chat/completions", json=body)
 
-    def log(self, name: str) -> list[str]:
-        """Lines that the model's process notes."""
+    def log(self, name: str, file: str = "log") -> list[str]:
+        """Lines that the model's process notes: what happened, or which processes "halted"."""
         with contextlib.suppress(FileNotFoundError):
-            return (self.folder / f"{name}.log").read_text().split()
+            return (self.folder / f"{name}.{file}").read_text().split()
         return []
 
 

@@ -31,6 +31,7 @@ from tandem.server.messages import EngineReady
 from tandem.server.state import ServerState
 
 TESTS = Path(__file__).parent
+RESERVED: list[socket.socket] = []  # for as long as this process lives
 
 
 class LocalSocket:
@@ -164,9 +165,13 @@ class ServerProcess:
 
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """It stays bound here, where nobody listens. So the system gives it to nobody who asks for any port, until a server
+    listens on it and later, too: servers may bind what is bound (SO_REUSEADDR)."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind(("127.0.0.1", 0))
+    RESERVED.append(sock)
+    return int(sock.getsockname()[1])
 
 
 def spawn(arguments: list[str], log: Path, output: int | None = None) -> subprocess.Popen[bytes]:
