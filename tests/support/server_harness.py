@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import zmq
 from fastapi import FastAPI
 
@@ -162,6 +163,21 @@ class ServerProcess:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout=PATIENCE)
+
+
+def command_line(process: psutil.Process) -> str:
+    """Empty if it has ended since it was listed."""
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Who started it may not have heard of it."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # just then
+        return True
 
 
 def free_port() -> int:

@@ -20,7 +20,7 @@ import psutil
 
 import tandem
 from quiet_clock import PATIENCE
-from server_harness import ServerProcess, free_port
+from server_harness import ServerProcess, command_line, free_port, has_ended
 
 HERE = Path(__file__).parent
 CONTEXT = 4096
@@ -145,7 +145,7 @@ def idle(server: ServerProcess) -> bool:
 
 def child(server: ServerProcess, kind: str) -> psutil.Process:
     """A process of the server: `ENGINE`, `TEMPLATES` or `IMAGES`."""
-    found = [p for p in family(server) if any(kind in word for word in p.cmdline())]
+    found = [p for p in family(server) if kind in command_line(p)]
     assert len(found) == 1, found
     return found[0]
 
@@ -155,5 +155,4 @@ def family(server: ServerProcess) -> list[psutil.Process]:
 
 
 def gone(processes: list[psutil.Process]) -> bool:
-    """Ended, all of them; who started them may not have heard of it."""
-    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+    return all(map(has_ended, processes))
