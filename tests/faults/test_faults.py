@@ -38,6 +38,7 @@ from fault_servers import (
 from fault_table import Fault
 from faulty_engine import command
 
+from plain_http import plain
 from quiet_clock import PATIENCE
 from server_harness import ServerProcess
 from tandem.experts.usage.usage_file import read_usage
@@ -159,7 +160,7 @@ def test_the_chat_templates_process_is_killed(server: ServerProcess, fault: Faul
     chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "temperature": 0}
 
     def say() -> httpx.Response:
-        return httpx.post(server.url + "/v1/chat/completions", json=chat, timeout=60)
+        return plain.post(server.url + "/v1/chat/completions", json=chat, timeout=60)
 
     before = say().json()["choices"]
     templates = child(server, TEMPLATES)
@@ -183,7 +184,7 @@ def test_the_tokenizer_fails(server: ServerProcess, expected: list[int], fault: 
 
     def said(text: str) -> httpx.Response:
         asked = {"text": text, "sampling_params": {"max_new_tokens": 4}}
-        return httpx.post(server.url + "/generate", json=asked, timeout=60)
+        return plain.post(server.url + "/generate", json=asked, timeout=60)
 
     engine, processes = child(server, ENGINE), family(server)
     with long_answers(server, 2) as others:
@@ -191,7 +192,7 @@ def test_the_tokenizer_fails(server: ServerProcess, expected: list[int], fault: 
         refused = [said("a\0"), said("x" * 40), said("word " * 805 + "x" * 40)]
         fault.seen("400: “the model's tokenizer cannot read this text”; the others go on", 20)
         assert server.info()["stats"]["running"] == 2
-        httpx.post(server.url + "/abort_request", json={"abort_all": True}, timeout=60).raise_for_status()
+        plain.post(server.url + "/abort_request", json={"abort_all": True}, timeout=60).raise_for_status()
     for response in refused:
         assert response.status_code == 400 and "cannot read this text" in error_of(response)["message"]
     assert [one.result().status_code for one in others] == [200, 200]
@@ -206,7 +207,7 @@ def test_a_full_disk_costs_a_record_only(place: Place, server: ServerProcess, fa
     engine = child(server, ENGINE)
 
     def record(what: str) -> httpx.Response:
-        return httpx.post(f"{server.url}/{what}_expert_distribution_record", timeout=60)
+        return plain.post(f"{server.url}/{what}_expert_distribution_record", timeout=60)
 
     unlimited = engine.rlimit(psutil.RLIMIT_FSIZE)
     assert record("start").status_code == 200

@@ -13,6 +13,7 @@ from fault_servers import ENGINE, IMAGES, child, error_of, gone, idle, wait_unti
 from fault_table import Fault
 
 from pictures import bomb, encoded, picture, png
+from plain_http import plain
 from quiet_clock import PATIENCE
 from seeing_model import save_chatting
 from seeing_server import image_part, user
@@ -35,7 +36,7 @@ def show(server: ServerProcess, *pictures: bytes, timeout: float = PATIENCE) -> 
     body: dict[str, Any] = {
         "messages": [user("See ", *map(image_part, pictures))], "max_tokens": 4, "temperature": 0,
     }  # fmt: skip
-    return httpx.post(server.url + "/v1/chat/completions", json=body, timeout=timeout)
+    return plain.post(server.url + "/v1/chat/completions", json=body, timeout=timeout)
 
 
 def good(server: ServerProcess, picture: bytes) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ import httpx
 import psutil
 import pytest
 
+from plain_http import plain
 from quiet_clock import PATIENCE
 from server_harness import ServerProcess, command_line, free_port, has_ended, running, spawn
 from tandem.errors import ConfigError, DoesNotFit
@@ -35,7 +36,7 @@ max-total-tokens = 512
 
 def ask(server: ServerProcess, model: str, **more: object) -> httpx.Response:
     body = {"model": model, "prompt": "hello", "max_tokens": 4, "temperature": 0} | more
-    return httpx.post(server.url + "/v1/completions", json=body, timeout=PATIENCE)
+    return plain.post(server.url + "/v1/completions", json=body)
 
 
 def wait_until(condition, seconds: float = PATIENCE) -> None:

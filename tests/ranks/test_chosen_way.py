@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 
+from plain_http import plain
 from plans import GIB
 from quiet_clock import PATIENCE
 from ranks.choosing import CHOOSES, NO_LANE, NO_RANK, runs_first, with_nvidia_smi
@@ -57,7 +57,7 @@ def expected(tiny_models) -> list[int]:
 def answered(server: ServerProcess) -> list[int]:
     sampling = {"temperature": 0, "max_new_tokens": 20, "ignore_eos": True}
     body = {"input_ids": PROMPT, "sampling_params": sampling}
-    return httpx.post(f"{server.url}/generate", json=body, timeout=PATIENCE).json()["output_ids"]
+    return plain.post(f"{server.url}/generate", json=body).json()["output_ids"]
 
 
 def test_ranks_that_were_chosen_answer_as_one_and_come_back(serve: Serve, expected: list[int]) -> None:

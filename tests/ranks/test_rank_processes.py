@@ -13,6 +13,7 @@ import httpx
 import psutil
 import pytest
 
+from plain_http import plain
 from quiet_clock import PATIENCE
 from ranks.processes import processes_of_ranks
 from server_harness import ServerProcess, running, spawn_real
@@ -65,7 +66,7 @@ def expected(tiny_models) -> list[int]:
 def asked(server: ServerProcess, tokens: int = 20) -> httpx.Response:
     sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
     body = {"input_ids": PROMPT, "sampling_params": sampling}
-    return httpx.post(f"{server.url}/generate", json=body, timeout=PATIENCE)
+    return plain.post(f"{server.url}/generate", json=body)
 
 
 def asked_until_refused(server: ServerProcess) -> httpx.Response:

@@ -14,6 +14,7 @@ import httpx
 import psutil
 import pytest
 
+from plain_http import plain
 from quiet_clock import PATIENCE
 from server_harness import ServerProcess, command_line, has_ended, running, spawn_echo, spawn_real
 from supervision import answer, engine_path, request, until
@@ -248,7 +249,7 @@ def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 def post(server: ServerProcess, path: str, **body: object) -> httpx.Response:
-    return httpx.post(server.url + path, json=body, timeout=PATIENCE)
+    return plain.post(server.url + path, json=body)
 
 
 def chat(server: ServerProcess, text: str, **more: object) -> httpx.Response:

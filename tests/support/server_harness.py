@@ -23,6 +23,7 @@ from fastapi import FastAPI
 import echo_engine
 import echo_tokenizer
 import tandem
+from plain_http import plain
 from quiet_clock import PATIENCE
 from tandem.flags.engine_config import EngineConfig
 from tandem.server import engine_client, launch
@@ -109,7 +110,7 @@ async def listening_server(loaded: LoadedEngine | None = None, **flags: Any) -> 
         await asyncio.sleep(0.005)
     try:
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, verify=False) as client:
             yield LocalServer(state, http.config.app, client)
     finally:
         http.should_exit = True
@@ -129,7 +130,7 @@ class ServerProcess:
         self.headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, headers=self.headers, timeout=PATIENCE)
+        return plain.get(self.url + path, headers=self.headers)
 
     def healthy(self) -> bool:
         with contextlib.suppress(httpx.HTTPError):

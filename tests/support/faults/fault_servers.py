@@ -19,6 +19,7 @@ import httpx
 import psutil
 
 import tandem
+from plain_http import plain
 from quiet_clock import PATIENCE
 from server_harness import ServerProcess, command_line, free_port, has_ended
 
@@ -87,7 +88,7 @@ LONG = 3000  # tokens: seconds
 
 
 def ask(server: ServerProcess, tokens: int = 4, timeout: float = PATIENCE, **more: Any) -> httpx.Response:
-    return httpx.post(server.url + "/generate", json=body(tokens, **more), timeout=timeout)
+    return plain.post(server.url + "/generate", json=body(tokens, **more), timeout=timeout)
 
 
 def answer(server: ServerProcess, tokens: int = 4) -> list[int]:
