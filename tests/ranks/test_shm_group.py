@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gc
 import os
 import signal
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -188,7 +188,7 @@ def test_memory_that_cannot_be_had_is_an_error_that_says_so(monkeypatch) -> None
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     with pytest.raises(EngineError, match="KiB of memory that ranks share cannot be had.*leave --tp out"):
         ShmGroup(0, 2)
-    assert open_files() == before
+    assert open_files() <= before
 
 
 def test_memory_of_a_rank_that_has_ended_is_an_error_that_says_so() -> None:
@@ -202,10 +202,13 @@ def test_a_system_without_such_locks_waits_for_patience_alone(monkeypatch) -> No
     assert found == [[[3.0] * 3]] * 2
 
 
-def open_files() -> list[str]:
-    gc.collect()  # or those of other tests are closed meanwhile
-    with os.scandir("/proc/self/fd") as files:
-        return sorted(os.readlink(file.path) for file in files)
+def open_files() -> Counter[str]:
+    """By their names. Threads of other tests may close theirs meanwhile, so there may be fewer afterwards."""
+    found = Counter[str]()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found[os.readlink(f"/proc/self/fd/{number}")] += 1
+    return found
 
 
 def test_nothing_is_left_of_it() -> None:
@@ -217,4 +220,4 @@ def test_nothing_is_left_of_it() -> None:
 
     before = open_files()
     together(2, of_rank)
-    assert open_files() == before and "tandem-ranks" not in Path("/proc/self/maps").read_text()
+    assert open_files() <= before and "tandem-ranks" not in Path("/proc/self/maps").read_text()
