@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -38,11 +37,6 @@ def pytest_collection() -> Generator[None, object, object]:
     """The process that gives tests to others collects none."""
     with scheduling.collected_is_kept():
         return (yield)
-
-
-def pytest_unconfigure() -> None:
-    """Or nanobind takes what is kept for leaked."""
-    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -8,6 +8,7 @@ A file's fixtures are built once, because its tests stay together. Two servers a
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import json
 import re
@@ -70,6 +71,7 @@ def collected_is_kept() -> Iterator[None]:
         gc.enable()
         gc.collect()
         gc.freeze()
+        atexit.register(gc.unfreeze)  # after pytest's own looks, or nanobind takes what is kept for leaked
 
 
 def runs_full(config: pytest.Config) -> bool:
