@@ -24,7 +24,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    scheduling.use_one_torch_thread()
+    if not config.getoption("numprocesses", None):  # in a worker it is None
+        scheduling.use_one_torch_thread()
     scheduling.full = scheduling.runs_full(config)
     if config.getoption("--store-durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(scheduling.Durations())

@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 DURATIONS = Path(__file__).parents[1] / "durations.json"
 LEAST_SECONDS = 1.0  # shorter files are not listed
@@ -50,6 +49,8 @@ def part(text: str) -> tuple[int, int]:
 
 def use_one_torch_thread() -> None:
     """As in the engine. Torch's threads wait by spinning: beside other processes they cost several times the work."""
+    import torch  # not by the process that gives tests to others, which all wait for
+
     torch.set_num_threads(1)
 
 
