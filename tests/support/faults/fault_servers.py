@@ -139,7 +139,8 @@ def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE) -> None
 
 
 def idle(server: ServerProcess) -> bool:
-    """Nothing runs, and every page is free or only kept for later."""
+    """Nothing runs, and every page is free or only kept for later. To be waited for: an engine says so behind the last
+    answer."""
     stats = server.info()["stats"]
     return not stats["running"] and not stats["waiting"] and stats["pages_free"] == stats["pages_total"]
 
