@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from plain_http import plain
-from server_harness import ServerProcess, running, spawn_real
+from server_harness import ServerProcess, plain, running, spawn_real
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

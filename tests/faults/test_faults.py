@@ -38,9 +38,8 @@ from fault_servers import (
 from fault_table import Fault
 from faulty_engine import command
 
-from plain_http import plain
 from quiet_clock import PATIENCE
-from server_harness import ServerProcess
+from server_harness import ServerProcess, plain
 from tandem.experts.usage.usage_file import read_usage
 
 pytestmark = pytest.mark.timeout(600)

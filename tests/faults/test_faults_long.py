@@ -26,9 +26,8 @@ from fault_servers import (
 from fault_table import Fault
 from faulty_engine import command
 
-from plain_http import plain
 from quiet_clock import QuietClock
-from server_harness import ServerProcess, running
+from server_harness import ServerProcess, plain, running
 from tandem.server.limits import MAX_OPEN_ANSWERS
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]

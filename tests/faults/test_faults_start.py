@@ -14,8 +14,7 @@ import pytest
 from fault_servers import ENGINE, answer, as_anybody, child, fault_model, good_answer, spawn_kt, wait_until
 from fault_table import Fault
 
-from plain_http import plain
-from server_harness import ServerProcess, running
+from server_harness import ServerProcess, plain, running
 
 pytestmark = pytest.mark.timeout(600)
 START_SECONDS = 120.0  # on a machine that does other things as well

@@ -13,11 +13,10 @@ from fault_servers import ENGINE, IMAGES, child, error_of, gone, idle, wait_unti
 from fault_table import Fault
 
 from pictures import bomb, encoded, picture, png
-from plain_http import plain
 from quiet_clock import PATIENCE
 from seeing_model import save_chatting
 from seeing_server import image_part, user
-from server_harness import ServerProcess, running, spawn_real
+from server_harness import ServerProcess, plain, running, spawn_real
 
 pytestmark = pytest.mark.timeout(600)
 RESTART_SECONDS = 60.0  # on a machine that does other things as well

@@ -13,9 +13,8 @@ import httpx
 import psutil
 import pytest
 
-from plain_http import plain
 from quiet_clock import PATIENCE
-from server_harness import ServerProcess, command_line, free_port, has_ended, running, spawn
+from server_harness import ServerProcess, command_line, free_port, has_ended, plain, running, spawn
 from tandem.errors import ConfigError, DoesNotFit
 from tandem.kernels.this_machine import these_cpus
 from tandem.machine.gpus import Gpu

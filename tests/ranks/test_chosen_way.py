@@ -13,12 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from plain_http import plain
 from plans import GIB
 from quiet_clock import PATIENCE
 from ranks.choosing import CHOOSES, NO_LANE, NO_RANK, runs_first, with_nvidia_smi
 from ranks.processes import processes_of_ranks
-from server_harness import ServerProcess, command_line, running, spawn_real
+from server_harness import ServerProcess, command_line, plain, running, spawn_real
 from tandem import LLM, SamplingParams
 from tandem.engine.start import loader
 from tandem.flags.engine_config import EngineConfig

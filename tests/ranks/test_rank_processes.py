@@ -13,10 +13,9 @@ import httpx
 import psutil
 import pytest
 
-from plain_http import plain
 from quiet_clock import PATIENCE
 from ranks.processes import processes_of_ranks
-from server_harness import ServerProcess, running, spawn_real
+from server_harness import ServerProcess, plain, running, spawn_real
 from tandem import LLM, SamplingParams
 from tandem.machine.machine import Machine
 from tandem.server.ranks.processes import RankProcesses

@@ -16,9 +16,8 @@ import openai
 import psutil
 import pytest
 
-from plain_http import plain
 from quiet_clock import PATIENCE, QuietClock
-from server_harness import ServerProcess, running, spawn_real
+from server_harness import ServerProcess, plain, running, spawn_real
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -19,9 +19,8 @@ import httpx
 import psutil
 import pytest
 
-from plain_http import plain
 from quiet_clock import PATIENCE, QuietClock
-from server_harness import ServerProcess, echo_code, free_port, running, spawn, spawn_echo
+from server_harness import ServerProcess, echo_code, free_port, plain, running, spawn, spawn_echo
 from tandem.errors import EngineError
 from tandem.flags.engine_config import EngineConfig
 from tandem.server import launch, load_progress

@@ -7,10 +7,9 @@ import functools
 from pathlib import Path
 
 import idle_engine
-from plain_http import plain
 from plans import gpu_plan
 from recorded_steps import generate, tiny_engine
-from server_harness import ServerProcess, local_server, running, spawn_real
+from server_harness import ServerProcess, local_server, plain, running, spawn_real
 from tandem.checkpoint import load_model_config
 from tandem.engine.expert_statistics import expert_placement
 from tandem.experts.placement import load_counts, place

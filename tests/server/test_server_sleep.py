@@ -14,9 +14,8 @@ import httpx
 import psutil
 import pytest
 
-from plain_http import plain
 from quiet_clock import PATIENCE
-from server_harness import ServerProcess, command_line, has_ended, running, spawn_echo, spawn_real
+from server_harness import ServerProcess, command_line, has_ended, plain, running, spawn_echo, spawn_real
 from supervision import answer, engine_path, request, until
 from tandem.errors import ConfigError, EngineError, RequestError
 from tandem.flags.engine_config import EngineConfig

@@ -23,7 +23,6 @@ from fastapi import FastAPI
 import echo_engine
 import echo_tokenizer
 import tandem
-from plain_http import plain
 from quiet_clock import PATIENCE
 from tandem.flags.engine_config import EngineConfig
 from tandem.server import engine_client, launch
@@ -33,6 +32,9 @@ from tandem.server.messages import EngineReady
 from tandem.server.state import ServerState
 
 TESTS = Path(__file__).parent
+# `httpx.get` loads certificates at each call, in 17 ms: who asks again and again until a server answers would leave it
+# half of a core. Each request has a connection of its own, as there.
+plain = httpx.Client(verify=False, timeout=PATIENCE, limits=httpx.Limits(max_keepalive_connections=0))
 RESERVED: list[socket.socket] = []  # for as long as this process lives
 
 

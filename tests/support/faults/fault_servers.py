@@ -19,9 +19,8 @@ import httpx
 import psutil
 
 import tandem
-from plain_http import plain
 from quiet_clock import PATIENCE
-from server_harness import ServerProcess, command_line, free_port, has_ended
+from server_harness import ServerProcess, command_line, free_port, has_ended, plain
 
 HERE = Path(__file__).parent
 CONTEXT = 4096
