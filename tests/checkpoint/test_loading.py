@@ -290,10 +290,11 @@ def test_the_next_layer_is_looked_up_while_the_last_is_packed() -> None:
 @pytest.mark.parametrize("late", [0, 5, 40])
 def test_what_was_looked_up_ahead_is_not_looked_up_again(late: int) -> None:
     """However far the looking has come when the first expert is called for; what cannot be read is said then."""
-    asked, gone_on = list[int](), threading.Event()
+    asked, stands, gone_on = list[int](), threading.Event(), threading.Event()
 
     def slow(expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if expert >= late and threading.current_thread() is not threading.main_thread():
+            stands.set()
             gone_on.wait()
         if expert == 30:
             raise CheckpointError("expert 30 is not there")
@@ -303,6 +304,7 @@ def test_what_was_looked_up_ahead_is_not_looked_up_again(late: int) -> None:
     ahead = looking(40, slow)
     while len(asked) < min(late, 30):
         time.sleep(0.001)
+    assert late > 30 or stands.wait(60)  # the last one before has arrived
     for expert in range(30):
         assert ahead(expert)[0][0, 0] == expert
     with pytest.raises(CheckpointError, match="expert 30"):
