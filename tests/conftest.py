@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -25,7 +24,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    scheduling.use_one_torch_thread()
+    if not config.getoption("numprocesses", None):  # in a worker it is None
+        scheduling.use_one_torch_thread()
     scheduling.full = scheduling.runs_full(config)
     if config.getoption("--store-durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(scheduling.Durations())
@@ -38,11 +38,6 @@ def pytest_collection() -> Generator[None, object, object]:
     """The process that gives tests to others collects none."""
     with scheduling.collected_is_kept():
         return (yield)
-
-
-def pytest_unconfigure() -> None:
-    """Or nanobind takes what is kept for leaked."""
-    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -195,11 +196,11 @@ def test_a_wait_that_was_interrupted_ends_the_verification(tmp_path: Path, monke
     for name in "abcdefgh":
         cache.keep(name, PackedMatrix(workspace, torch.randn(512, 1024)))  # a block each
     cache.finish(lambda _done, _total: None)
-    checks, check, go = list[object](), PackedFile.check, threading.Event()
+    checks, check, go, numbers = list[object](), PackedFile.check, threading.Event(), itertools.count()
 
     def counted(*arguments: object) -> object:
         checks.append(arguments)
-        assert len(checks) == 1 or go.wait(60)
+        assert next(numbers) == 0 or go.wait(60)  # by one thread, whatever the other does
         return check(*arguments)
 
     def interrupted(_done: int, _total: int) -> None:
@@ -289,10 +290,11 @@ def test_the_next_layer_is_looked_up_while_the_last_is_packed() -> None:
 @pytest.mark.parametrize("late", [0, 5, 40])
 def test_what_was_looked_up_ahead_is_not_looked_up_again(late: int) -> None:
     """However far the looking has come when the first expert is called for; what cannot be read is said then."""
-    asked, gone_on = list[int](), threading.Event()
+    asked, stands, gone_on = list[int](), threading.Event(), threading.Event()
 
     def slow(expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if expert >= late and threading.current_thread() is not threading.main_thread():
+            stands.set()
             gone_on.wait()
         if expert == 30:
             raise CheckpointError("expert 30 is not there")
@@ -302,6 +304,7 @@ def test_what_was_looked_up_ahead_is_not_looked_up_again(late: int) -> None:
     ahead = looking(40, slow)
     while len(asked) < min(late, 30):
         time.sleep(0.001)
+    assert late > 30 or stands.wait(60)  # the last one before has arrived
     for expert in range(30):
         assert ahead(expert)[0][0, 0] == expert
     with pytest.raises(CheckpointError, match="expert 30"):

@@ -12,10 +12,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
-from server_harness import ServerProcess, running, spawn_real
+from server_harness import ServerProcess, plain, running, spawn_real
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -74,7 +73,7 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServerPro
 
 
 def ask(server: ServerProcess, path: str, body: dict[str, object]) -> dict[str, object]:
-    answer = httpx.post(server.url + path, json=body, timeout=300)
+    answer = plain.post(server.url + path, json=body, timeout=300)
     assert answer.status_code == 200, answer.text
     return answer.json()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 from dataclasses import replace
 from time import monotonic
@@ -115,6 +116,7 @@ def test_what_graphs_inputs_pin_is_planned(on_gpu: int, windowed: bool) -> None:
 
 def test_an_engine_beside_a_gpu_takes_scratch_as_planned() -> None:
     """The same parts without a GPU: what the core holds is experts and scratch, to the byte."""
+    gc.collect()  # or buffers of other tests are freed meanwhile
     before, config = _core.buffer_bytes(), qwen3(2048, 512)
     workspace = Workspace(_core.WorkerPool([-1, -1]), "scalar")
     layer = PackedExperts(workspace, 128, config.hidden, config.moe.experts.width, "int4", cpu_slots=5)

@@ -262,8 +262,8 @@ def test_copies_that_take_long_keep_no_post_waiting() -> None:
     timed = Timed(0.0, 1e-3, SlowCopies()).steps(60)
     times = timed.experts.times()
     assert times.exchanges == timed.usage.swaps > 0
-    assert times.overlapped_seconds >= times.exchanges * 3 * SlowCopies.seconds
-    assert times.overrun_seconds < 0.1 * times.overlapped_seconds
+    copied = times.exchanges * 3 * SlowCopies.seconds
+    assert 0 < copied <= times.overlapped_seconds - times.overrun_seconds  # no post waited for any of them
 
 
 def test_what_is_done_after_a_step_is_counted_once() -> None:

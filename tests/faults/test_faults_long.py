@@ -27,7 +27,7 @@ from fault_table import Fault
 from faulty_engine import command
 
 from quiet_clock import QuietClock
-from server_harness import ServerProcess, running
+from server_harness import ServerProcess, plain, running
 from tandem.server.limits import MAX_OPEN_ANSWERS
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
@@ -161,7 +161,7 @@ def test_a_request_that_kills_the_engine(server: ServerProcess, expected: list[i
     restarts = server.info()["engine_restarts"]
     fault.strikes()
     for i in range(3):
-        refused = httpx.post(server.url + "/generate", json=body(4, ids=command("crash!")), timeout=60)
+        refused = plain.post(server.url + "/generate", json=body(4, ids=command("crash!")), timeout=60)
         assert refused.status_code == 503 and refused.headers["retry-after"]
         if not i:
             fault.seen("503 with `Retry-After`; the next start waits 0, 1, 2, 4 … seconds", 5)

@@ -10,12 +10,11 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 from fault_servers import ENGINE, answer, as_anybody, child, fault_model, good_answer, spawn_kt, wait_until
 from fault_table import Fault
 
-from server_harness import ServerProcess, running
+from server_harness import ServerProcess, plain, running
 
 pytestmark = pytest.mark.timeout(600)
 START_SECONDS = 120.0  # on a machine that does other things as well
@@ -133,7 +132,7 @@ def test_a_crash_loop_ends(model: Path, tmp_path: Path, fault: Fault) -> None:
         fault.strikes()
         child(server, ENGINE).kill()
         wait_until(lambda: not server.healthy(), 10)
-        refused = httpx.post(server.url + "/generate", json={"text": "x"}, timeout=30)
+        refused = plain.post(server.url + "/generate", json={"text": "x"}, timeout=30)
         assert refused.status_code == 503 and refused.headers["retry-after"]
         assert server.process.wait(300) == 1
         said = server.log.read_text()

@@ -73,7 +73,8 @@ def test_gpu_memory_runs_out(server: ServerProcess, expected: list[int], fault: 
     assert refused.status_code == 503 and "not enough GPU memory" in error_of(refused)["message"]
     assert answer(server) == expected
     fault.good(20)
-    assert child(server, ENGINE) == engine and idle(server)
+    assert child(server, ENGINE) == engine
+    wait_until(lambda: idle(server))
 
 
 @pytest.mark.fault("The CPU never answers a hand-off of the GPU")

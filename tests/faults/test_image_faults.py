@@ -16,7 +16,7 @@ from pictures import bomb, encoded, picture, png
 from quiet_clock import PATIENCE
 from seeing_model import save_chatting
 from seeing_server import image_part, user
-from server_harness import ServerProcess, running, spawn_real
+from server_harness import ServerProcess, plain, running, spawn_real
 
 pytestmark = pytest.mark.timeout(600)
 RESTART_SECONDS = 60.0  # on a machine that does other things as well
@@ -35,7 +35,7 @@ def show(server: ServerProcess, *pictures: bytes, timeout: float = PATIENCE) -> 
     body: dict[str, Any] = {
         "messages": [user("See ", *map(image_part, pictures))], "max_tokens": 4, "temperature": 0,
     }  # fmt: skip
-    return httpx.post(server.url + "/v1/chat/completions", json=body, timeout=timeout)
+    return plain.post(server.url + "/v1/chat/completions", json=body, timeout=timeout)
 
 
 def good(server: ServerProcess, picture: bytes) -> list[dict[str, Any]]:

@@ -121,12 +121,12 @@ def test_a_stream_says_that_it_waits(monkeypatch: pytest.MonkeyPatch):
 def test_a_client_that_leaves_is_aborted_in_its_model():
     async def scenario():
         async with front(*served("a")) as at:
-            for stream in (True, False):
+            for count, stream in enumerate((True, False), 1):
                 asked = asyncio.create_task(at.chat("a", "halt", stream=stream))
-                await until(lambda: at.models.named("a").in_flight == 1 and at.models.named("a").life is Life.LOADED)
-                await asyncio.sleep(0.1)
+                await until(lambda count=count: len(at.log("a", "halted")) == count)
+                assert at.models.named("a").in_flight == 1
                 asked.cancel()
-                await until(lambda count=1 if stream else 2: at.log("a").count("left") == count)
+                await until(lambda count=count: at.log("a").count("left") == count)
                 await until(lambda: at.models.named("a").in_flight == 0)
 
     asyncio.run(scenario())
@@ -152,8 +152,7 @@ def test_a_process_that_dies_and_one_that_is_killed():
             assert said[0]["number"] == 0 and "ended" in error["error"]["message"] and done == "[DONE]"
             assert (await at.chat("a")).status_code == 200
             halted = asyncio.create_task(at.chat("a", "halt"))
-            await until(lambda: at.models.named("a").in_flight == 1)
-            await asyncio.sleep(0.1)
+            await until(lambda: at.log("a", "halted"))
             os.kill(at.models.named("a").pid, signal.SIGKILL)
             refused = await halted
             assert refused.status_code == 503 and refused.headers["retry-after"]

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from quiet_clock import PATIENCE
-from server_harness import ServerProcess, free_port, running, spawn
+from server_harness import ServerProcess, command_line, free_port, has_ended, plain, running, spawn
 from tandem.errors import ConfigError, DoesNotFit
 from tandem.kernels.this_machine import these_cpus
 from tandem.machine.gpus import Gpu
@@ -35,7 +35,7 @@ max-total-tokens = 512
 
 def ask(server: ServerProcess, model: str, **more: object) -> httpx.Response:
     body = {"model": model, "prompt": "hello", "max_tokens": 4, "temperature": 0} | more
-    return httpx.post(server.url + "/v1/completions", json=body, timeout=PATIENCE)
+    return plain.post(server.url + "/v1/completions", json=body)
 
 
 def wait_until(condition, seconds: float = PATIENCE) -> None:
@@ -66,11 +66,11 @@ def test_two_real_models_take_turns(tiny_models, tmp_path: Path):
         assert ask(server, "third", stream=True).text.endswith("data: [DONE]\n\n")
         assert len(server.get("/api/ps").json()["models"]) == 1  # max_loaded is as it was
         family = psutil.Process(server.process.pid).children(recursive=True)
-        assert any("engine_process" in " ".join(child.cmdline()) for child in family)
+        assert any("engine_process" in command_line(child) for child in family)
         os.kill(server.process.pid, signal.SIGKILL)
         server.process.wait()
         gone, alive = psutil.wait_procs(family, PATIENCE)
-        assert gone and not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
+        assert gone and all(map(has_ended, alive))
 
 
 def test_sigterm_ends_the_front_and_its_models(tiny_models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -98,7 +98,7 @@ def test_sigterm_ends_the_front_and_its_models(tiny_models, tmp_path: Path, monk
     family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE) == 0
-    assert family and not [each for each in family if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    assert family and all(map(has_ended, family))
     assert not path.exists()
 
 

@@ -226,14 +226,15 @@ def test_work_that_is_not_done_belongs_to_its_caller_again() -> None:
 
 
 class SlowCopies(FakeCopies):
-    """The driver returns when they are done, as those of memory that is not registered."""
+    """The driver returns when they are done, as those of memory that is not registered: some time after `answered`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.begun = threading.Event()
+        self.begun, self.answered = threading.Event(), threading.Event()
 
     def _copy(self, target: int, source: int, nbytes: int, stream: int) -> int:
         self.begun.set()
+        assert self.answered.wait(PATIENCE)
         time.sleep(0.2)
         return super()._copy(target, source, nbytes, stream)
 
@@ -248,6 +249,8 @@ def test_a_step_that_waits_for_its_own_work_says_how_long() -> None:
         gpu.answer(1, 2)
         assert copies.begun.wait(PATIENCE)
         gpu.post(2, 0, *made)
+        gpu.answer(2, 2)
+        copies.answered.set()
 
     gpu.thread.begin(2, PATIENCE)
     gpu.mailbox.meanwhile(turn)

@@ -219,6 +219,17 @@ def test_every_byte_of_a_section_is_checked(tmp_path: Path) -> None:
     assert part.nbytes < BLOCK_BYTES or len(part.checksums) > 1
 
 
+def test_damage_is_no_error_of_a_thread(tmp_path: Path) -> None:
+    """Which would keep it, and with it the frames of who waits, until it has a CPU again."""
+    fill(ScriptedSetup().cache(tmp_path))
+    damaged(tmp_path / "m.packed", "first weight")
+    begun = Verification(PackedFile(tmp_path / "m.packed"), POOL)
+    checked = list(begun._checked)
+    with pytest.raises(CheckpointError, match="damaged at byte"):
+        begun.wait(nothing)
+    assert [each.exception(60) for each in checked] == [None] * len(checked)
+
+
 def test_what_was_verified_before_anybody_waited_is_reported_once(tmp_path: Path, monkeypatch) -> None:
     """Else the speed that is shown would be that of reporting."""
     fill(ScriptedSetup().cache(tmp_path))

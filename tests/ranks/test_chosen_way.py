@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 
@@ -18,7 +17,7 @@ from plans import GIB
 from quiet_clock import PATIENCE
 from ranks.choosing import CHOOSES, NO_LANE, NO_RANK, runs_first, with_nvidia_smi
 from ranks.processes import processes_of_ranks
-from server_harness import ServerProcess, running, spawn_real
+from server_harness import ServerProcess, command_line, plain, running, spawn_real
 from tandem import LLM, SamplingParams
 from tandem.engine.start import loader
 from tandem.flags.engine_config import EngineConfig
@@ -57,7 +56,7 @@ def expected(tiny_models) -> list[int]:
 def answered(server: ServerProcess) -> list[int]:
     sampling = {"temperature": 0, "max_new_tokens": 20, "ignore_eos": True}
     body = {"input_ids": PROMPT, "sampling_params": sampling}
-    return httpx.post(f"{server.url}/generate", json=body, timeout=PATIENCE).json()["output_ids"]
+    return plain.post(f"{server.url}/generate", json=body).json()["output_ids"]
 
 
 def test_ranks_that_were_chosen_answer_as_one_and_come_back(serve: Serve, expected: list[int]) -> None:
@@ -91,7 +90,7 @@ def test_ranks_that_were_chosen_and_do_not_start_are_left(serve: Serve, expected
         assert f"--tp 2 was chosen and did not start: {why}" in said and "; starting without it" in said
         assert "parallelism              one GPU" in said and "Traceback" not in said.partition("one GPU")[2]
         children = psutil.Process(server.process.pid).children()
-        assert not [each for each in children if any("ranks.process" in word for word in each.cmdline())]
+        assert not [each for each in children if "ranks.process" in command_line(each)]
 
 
 def machine_with(*gpus: Gpu) -> Machine:

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from quiet_clock import PATIENCE, QuietClock
-from server_harness import ServerProcess, running, spawn_real
+from server_harness import ServerProcess, plain, running, spawn_real
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -306,7 +306,7 @@ def test_memory_and_pages_come_back(small_server: ServerProcess):
     growth = [p.memory_info().rss - b for p, b in zip(processes, before, strict=True)]
     assert max(growth) < MAX_GROWTH_BYTES, growth
     assert requests_ended(stats) - ended == REQUESTS
-    httpx.post(server.url + "/flush_cache", headers=server.headers)
+    plain.post(server.url + "/flush_cache", headers=server.headers)
     assert wait_until_idle(server)["pages_cached"] == 0
 
 
@@ -318,7 +318,7 @@ def post(server: ServerProcess, prompt: str, max_tokens: int) -> None:
     body = {"prompt": prompt, "max_tokens": max_tokens}
     headers = {"Authorization": "Bearer s3cret"}
     assert (
-        httpx.post(server.url + "/v1/completions", json=body, headers=headers, timeout=300).status_code == 200
+        plain.post(server.url + "/v1/completions", json=body, headers=headers, timeout=300).status_code == 200
     )
 
 

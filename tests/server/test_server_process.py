@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from quiet_clock import PATIENCE, QuietClock
-from server_harness import ServerProcess, echo_code, free_port, running, spawn, spawn_echo
+from server_harness import ServerProcess, echo_code, free_port, plain, running, spawn, spawn_echo
 from tandem.errors import EngineError
 from tandem.flags.engine_config import EngineConfig
 from tandem.server import launch, load_progress
@@ -45,7 +45,7 @@ def echo(shared: ServerProcess) -> ServerProcess:
 
 
 def post(server: ServerProcess, path: str, body: dict, timeout: float | httpx.Timeout = PATIENCE) -> httpx.Response:
-    return httpx.post(server.url + path, json=body, timeout=timeout)
+    return plain.post(server.url + path, json=body, timeout=timeout)
 
 
 def ask(server: ServerProcess, text: str) -> str:
@@ -289,7 +289,7 @@ def test_a_taken_port_is_named(tmp_path: Path):
 
 def test_a_client_that_leaves_frees_its_pages(echo: ServerProcess):
     """Streaming or not."""
-    with httpx.stream("POST", echo.url + "/generate", json=LONG | {"stream": True}) as response:
+    with plain.stream("POST", echo.url + "/generate", json=LONG | {"stream": True}) as response:
         next(response.iter_bytes())
     wait_until(lambda: pages_are_back(echo))
     with pytest.raises(httpx.ReadTimeout):
@@ -337,10 +337,10 @@ def test_health_is_answered_at_once_while_ten_megabytes_are_refused(echo: Server
     def used() -> float:
         return sum(process.cpu_times()[:2])
 
-    with httpx.Client(base_url=echo.url) as client, ThreadPoolExecutor(1) as pool:
+    with httpx.Client(base_url=echo.url, timeout=PATIENCE) as client, ThreadPoolExecutor(1) as pool:
         for _ in range(3):
             client.get("/health")
-            refusing, waits = pool.submit(httpx.post, echo.url + "/generate", content=content), [0.0]
+            refusing, waits = pool.submit(client.post, "/generate", content=content), [0.0]
             while not refusing.done():
                 asked, before = time.monotonic(), used()
                 assert client.get("/health").status_code == 200
@@ -355,7 +355,7 @@ def test_others_go_on_during_abuse(echo: ServerProcess):
     """A stream in progress is complete and in order while others send rubbish, 100 MB, and leave."""
     text = "0123456789" * 100
     body = {"messages": [{"role": "user", "content": text}], "stream": True}
-    with httpx.stream("POST", echo.url + "/v1/chat/completions", json=body, timeout=PATIENCE) as response:
+    with plain.stream("POST", echo.url + "/v1/chat/completions", json=body) as response:
         lines = response.iter_lines()
         first = next(lines)
         abuse(echo)
@@ -365,9 +365,9 @@ def test_others_go_on_during_abuse(echo: ServerProcess):
 
 
 def abuse(echo: ServerProcess) -> None:
-    assert httpx.post(echo.url + "/generate", content=b" " * (100 << 20), timeout=PATIENCE).status_code == 413
+    assert plain.post(echo.url + "/generate", content=b" " * (100 << 20)).status_code == 413
     for body in (b"\xff" * 1000, b"[" * 100_000, b'{"text": "' + b"x" * 1_000_000 + b'"}'):
-        assert httpx.post(echo.url + "/generate", content=body).status_code == 400
+        assert plain.post(echo.url + "/generate", content=body).status_code == 400
     send_garbage(echo)
 
 
@@ -422,7 +422,7 @@ def test_a_free_port_is_chosen_and_printed(tmp_path: Path):
     try:
         wait_until(lambda: "kt chat --host 127.0.0.1 --port" in log.read_text())
         port = int(log.read_text().rpartition("--port ")[2].split()[0])
-        assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+        assert plain.get(f"http://127.0.0.1:{port}/health").status_code == 200
     finally:
         process.terminate()
         assert process.wait(timeout=PATIENCE) == 0

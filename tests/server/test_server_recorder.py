@@ -6,12 +6,10 @@ import asyncio
 import functools
 from pathlib import Path
 
-import httpx
-
 import idle_engine
 from plans import gpu_plan
 from recorded_steps import generate, tiny_engine
-from server_harness import ServerProcess, local_server, running, spawn_real
+from server_harness import ServerProcess, local_server, plain, running, spawn_real
 from tandem.checkpoint import load_model_config
 from tandem.engine.expert_statistics import expert_placement
 from tandem.experts.placement import load_counts, place
@@ -169,7 +167,7 @@ async def test_a_dense_model_has_no_metrics_of_experts() -> None:
 def ask(server: ServerProcess, text: str) -> None:
     sampling = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
     body = {"text": text, "sampling_params": sampling}
-    assert httpx.post(server.url + "/generate", json=body, timeout=60).status_code == 200
+    assert plain.post(server.url + "/generate", json=body, timeout=60).status_code == 200
 
 
 def test_from_a_recording_to_a_placement(tiny_models, tmp_path: Path) -> None:
@@ -183,8 +181,8 @@ def test_from_a_recording_to_a_placement(tiny_models, tmp_path: Path) -> None:
             if route is None:
                 ask(server, "What is recorded, and what is not?")
             else:
-                assert httpx.post(server.url + route, timeout=60).json()["recording"] == (route == START)
-        file = httpx.post(server.url + DUMP, timeout=60).json()["file"]
+                assert plain.post(server.url + route, timeout=60).json()["recording"] == (route == START)
+        file = plain.post(server.url + DUMP, timeout=60).json()["file"]
     config, record = load_model_config(model), read_usage(file)
     layers, experts = len(config.moe_layers), config.moe.router.num_experts
     assert record.counts.shape == (record.passes, layers, experts) and record.model == model.name

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from quiet_clock import PATIENCE
-from server_harness import ServerProcess, running, spawn_echo, spawn_real
+from server_harness import ServerProcess, command_line, has_ended, plain, running, spawn_echo, spawn_real
 from supervision import answer, engine_path, request, until
 from tandem.errors import ConfigError, EngineError, RequestError
 from tandem.flags.engine_config import EngineConfig
@@ -61,7 +61,7 @@ def test_an_engine_that_sleeps_is_no_process_and_wakes_for_a_request():
         async with sleeper() as (client, boss):
             first = psutil.Process(boss.engine_pid)
             await sleeping(client)
-            assert not first.is_running() or first.status() == psutil.STATUS_ZOMBIE
+            assert has_ended(first)
             assert not client.ready and client.takes_requests and client.why_down == ASLEEP
             assert await answer(client, request("a", [1])) == "ok"
             assert client.ready and boss.engine_pid != first.pid
@@ -248,7 +248,7 @@ def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 def post(server: ServerProcess, path: str, **body: object) -> httpx.Response:
-    return httpx.post(server.url + path, json=body, timeout=PATIENCE)
+    return plain.post(server.url + path, json=body)
 
 
 def chat(server: ServerProcess, text: str, **more: object) -> httpx.Response:
@@ -258,7 +258,7 @@ def chat(server: ServerProcess, text: str, **more: object) -> httpx.Response:
 def children(server: ServerProcess) -> int:
     """Engine processes."""
     family = psutil.Process(server.process.pid).children(recursive=True)
-    return sum("engine_process" in " ".join(child.cmdline()) for child in family)
+    return sum("engine_process" in command_line(child) for child in family)
 
 
 def sleeps_by_itself(server: ServerProcess) -> None:

@@ -8,6 +8,7 @@ A file's fixtures are built once, because its tests stay together. Two servers a
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import json
 import re
@@ -19,7 +20,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 DURATIONS = Path(__file__).parents[1] / "durations.json"
 LEAST_SECONDS = 1.0  # shorter files are not listed
@@ -49,6 +49,8 @@ def part(text: str) -> tuple[int, int]:
 
 def use_one_torch_thread() -> None:
     """As in the engine. Torch's threads wait by spinning: beside other processes they cost several times the work."""
+    import torch  # not by the process that gives tests to others, which all wait for
+
     torch.set_num_threads(1)
 
 
@@ -70,6 +72,7 @@ def collected_is_kept() -> Iterator[None]:
         gc.enable()
         gc.collect()
         gc.freeze()
+        atexit.register(gc.unfreeze)  # after pytest's own looks, or nanobind takes what is kept for leaked
 
 
 def runs_full(config: pytest.Config) -> bool:

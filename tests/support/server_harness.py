@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import zmq
 from fastapi import FastAPI
 
@@ -31,6 +32,10 @@ from tandem.server.messages import EngineReady
 from tandem.server.state import ServerState
 
 TESTS = Path(__file__).parent
+# `httpx.get` loads certificates at each call, in 17 ms: who asks again and again until a server answers would leave it
+# half of a core. Each request has a connection of its own, as there.
+plain = httpx.Client(verify=False, timeout=PATIENCE, limits=httpx.Limits(max_keepalive_connections=0))
+RESERVED: list[socket.socket] = []  # for as long as this process lives
 
 
 class LocalSocket:
@@ -107,7 +112,7 @@ async def listening_server(loaded: LoadedEngine | None = None, **flags: Any) -> 
         await asyncio.sleep(0.005)
     try:
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, verify=False) as client:
             yield LocalServer(state, http.config.app, client)
     finally:
         http.should_exit = True
@@ -127,7 +132,7 @@ class ServerProcess:
         self.headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, headers=self.headers, timeout=PATIENCE)
+        return plain.get(self.url + path, headers=self.headers)
 
     def healthy(self) -> bool:
         with contextlib.suppress(httpx.HTTPError):
@@ -163,10 +168,29 @@ class ServerProcess:
         return self.process.wait(timeout=PATIENCE)
 
 
+def command_line(process: psutil.Process) -> str:
+    """Empty if it has ended since it was listed."""
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Who started it may not have heard of it."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # just then
+        return True
+
+
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """It stays bound here, where nobody listens. So the system gives it to nobody who asks for any port, until a server
+    listens on it and later, too: servers may bind what is bound (SO_REUSEADDR)."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind(("127.0.0.1", 0))
+    RESERVED.append(sock)
+    return int(sock.getsockname()[1])
 
 
 def spawn(arguments: list[str], log: Path, output: int | None = None) -> subprocess.Popen[bytes]:

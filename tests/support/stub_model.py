@@ -2,8 +2,8 @@
 
 It says its name and what it was asked. Prompts: "count N S": N events, S seconds between two; "halt": waits for the
 file FOLDER/go; "hold": likewise, before anything is sent; "die": the process ends in mid-stream. FOLDER/NAME.held: the
-processes that wait so. FOLDER/NAME.broken: it cannot be loaded. FOLDER/NAME.log: what
-happened.
+processes that wait so. FOLDER/NAME.halted: those that began to halt. FOLDER/NAME.broken: it cannot be loaded.
+FOLDER/NAME.log: what happened.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Stub:
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
 
-    def note(self, what: str) -> None:
-        with (self.folder / f"{self.name}.log").open("a") as log:
-            log.write(what + "\n")
+    def note(self, what: object, file: str = "log") -> None:
+        with (self.folder / f"{self.name}.{file}").open("a") as lines:
+            lines.write(f"{what}\n")
 
     async def __call__(self, scope, receive, send) -> None:
         body = b""
@@ -61,12 +61,13 @@ class Stub:
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     async def hold(self, receive) -> None:
-        with (self.folder / f"{self.name}.held").open("a") as held:
-            held.write(f"{os.getpid()}\n")
+        self.note(os.getpid(), "held")
         await self.wait("halt", receive)
 
     async def wait(self, prompt, receive) -> None:
         leaving = asyncio.create_task(receive())
+        if prompt == "halt":
+            self.note(os.getpid(), "halted")
         while prompt == "halt" and not (self.folder / "go").exists():
             await asyncio.wait({leaving}, timeout=0.01)
             if leaving.done():

@@ -238,7 +238,8 @@ def test_a_failing_layer_costs_its_prompt_alone(monkeypatch, flags: dict[str, An
     model.fail_in, ended = 2, dict[str, str]()
     while "b" not in ended:
         ended |= {o.id: o.finish_reason for o in engine.step() if o.finish_reason}
-    assert ended == {"b": "error"} and calls.count("hold") == calls.count("release") == 1
+    assert ended.pop("b") == "error" and calls.count("hold") == calls.count("release") == 1
+    assert set(ended.values()) <= {"length"}  # all steps of the other, if the launch thread had to wait for a CPU
     model.fail_in = None
     engine.add(request("c", PROMPTS["c"], max_tokens=4))
     got = {name: token_ids(outputs) for (name, _), outputs in run(engine).items()}

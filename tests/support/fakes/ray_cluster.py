@@ -17,7 +17,7 @@ import psutil
 
 from quiet_clock import PATIENCE
 from ray_stubs import STUB, stub
-from server_harness import free_port
+from server_harness import RESERVED, free_port
 
 
 class Cluster:
@@ -89,6 +89,7 @@ def cluster(folder: Path) -> Iterator[Cluster]:
     from ray import serve
 
     port = free_port()
+    RESERVED.pop().close()  # Ray binds no address that is bound
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     fakes = str(Path(__file__).parent)
     os.environ["PYTHONPATH"] = os.pathsep.join([fakes, os.environ.get("PYTHONPATH", "")])

@@ -20,7 +20,7 @@ import psutil
 
 import tandem
 from quiet_clock import PATIENCE
-from server_harness import ServerProcess, free_port
+from server_harness import ServerProcess, command_line, free_port, has_ended, plain
 
 HERE = Path(__file__).parent
 CONTEXT = 4096
@@ -87,7 +87,7 @@ LONG = 3000  # tokens: seconds
 
 
 def ask(server: ServerProcess, tokens: int = 4, timeout: float = PATIENCE, **more: Any) -> httpx.Response:
-    return httpx.post(server.url + "/generate", json=body(tokens, **more), timeout=timeout)
+    return plain.post(server.url + "/generate", json=body(tokens, **more), timeout=timeout)
 
 
 def answer(server: ServerProcess, tokens: int = 4) -> list[int]:
@@ -138,14 +138,15 @@ def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE) -> None
 
 
 def idle(server: ServerProcess) -> bool:
-    """Nothing runs, and every page is free or only kept for later."""
+    """Nothing runs, and every page is free or only kept for later. To be waited for: an engine says so behind the last
+    answer."""
     stats = server.info()["stats"]
     return not stats["running"] and not stats["waiting"] and stats["pages_free"] == stats["pages_total"]
 
 
 def child(server: ServerProcess, kind: str) -> psutil.Process:
     """A process of the server: `ENGINE`, `TEMPLATES` or `IMAGES`."""
-    found = [p for p in family(server) if any(kind in word for word in p.cmdline())]
+    found = [p for p in family(server) if kind in command_line(p)]
     assert len(found) == 1, found
     return found[0]
 
@@ -155,5 +156,4 @@ def family(server: ServerProcess) -> list[psutil.Process]:
 
 
 def gone(processes: list[psutil.Process]) -> bool:
-    """Ended, all of them; who started them may not have heard of it."""
-    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+    return all(map(has_ended, processes))

@@ -38,8 +38,11 @@ class Verification:
     def wait(self, progress: Verified) -> None:
         """Until everything was checked. CheckpointError for the first damage."""
         done = 0
-        while self._checked:  # one that raises must not be kept: it knows this frame, and who called
-            done += self._checked.pop(0).result()
+        while self._checked:
+            checked = self._checked.pop(0).result()
+            if isinstance(checked, str):
+                raise CheckpointError(checked)
+            done += checked
             # what was done before anybody waited says nothing of speed
             if not self._checked or not self._checked[0].done():
                 progress(done, self._total)
@@ -48,11 +51,16 @@ class Verification:
         """Nobody wants to know any more: nothing new is begun."""
         self._stopped.set()
 
-    def _check(self, batch: list[FileRange]) -> int:
+    def _check(self, batch: list[FileRange]) -> int | str:
+        """Bytes, or what is wrong with them. An error would know the frames of who waits, and with them the model that
+        was built. A thread that has no CPU just then would keep both beside the next model."""
         if self._stopped.is_set():
-            raise CheckpointError(f"{self.file.path} was not verified")
+            return f"{self.file.path} was not verified"
         try:
             self.file.check(self._pool, batch, self._in_place)
+        except CheckpointError as error:
+            self.stop()
+            return str(error)
         except BaseException:
             self.stop()
             raise
