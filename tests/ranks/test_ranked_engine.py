@@ -10,6 +10,7 @@ from tandem import LLM, SamplingParams
 from tandem.engine.pace import PrefillPace
 from tandem.engine.protocol import Grammar
 from tandem.engine.ranks.messages import StepList
+from tandem.engine.step.batch import MANY_SINGLE
 from tandem.errors import ConfigError
 from tandem.flags.engine_config import EngineConfig
 from tandem.machine.machine import Machine
@@ -47,6 +48,19 @@ def test_answers_are_those_of_one_rank(tiny_models, tmp_path, variant, monkeypat
         stats = engine.stats()
         assert stats.cached_tokens == alone.engine.stats().cached_tokens > 0
         assert (stats.preemptions > 0) == ("max_total_tokens" in flags)
+
+
+@pytest.mark.parametrize("variant", ["glm4_moe", "qwen3_next", "mixtral-window"])
+def test_ranks_put_many_rows_together_array_by_array(tiny_models, tmp_path, variant) -> None:
+    """As one rank does, from what the list says of each."""
+    prompts = [START[i : i + 9] for i in range(MANY_SINGLE + 2)]
+    path = str(tiny_models[variant])
+    expected = [one.token_ids for one in LLM(path, **FLAGS).generate(prompts, GREEDY, progress=False)]
+    with ranked_engine(EngineConfig.from_keywords(path, tp=2, **FLAGS), tmp_path) as (engine, (other,)):
+        found = LLM.from_engine(engine).generate(prompts, GREEDY, progress=False)
+    assert [one.token_ids for one in found] == expected
+    steps = [msgspec.msgpack.decode(data, type=StepList) for data in other.steps]
+    assert any(len(step.rows) == len(prompts) and all(len(rows.tokens) == 1 for rows in step.rows) for step in steps)
 
 
 REPEATED = [[*range(40, 52)] * 3, [7, 8, 9] * 8, [60, 61] * 12]

@@ -102,17 +102,20 @@ async def local_server(loaded: LoadedEngine | None = None, **flags: Any) -> Asyn
 
 @contextlib.asynccontextmanager
 async def listening_server(loaded: LoadedEngine | None = None, **flags: Any) -> AsyncIterator[LocalServer]:
-    """The same behind a real socket: `client` goes through the network, and `port` is open for bytes of any kind."""
+    """The same behind a real socket: `client` goes through the network, and `port` is open for bytes of any kind.
+    uds: a Unix socket instead."""
     state, loop, _ = local_state(loaded, **flags)
     http = launch.Uvicorn(launch.uvicorn_config(create_app(state), state.config))
-    sock = launch.listen("127.0.0.1", 0)
+    path = state.config.uds
+    sock = launch.listen("127.0.0.1", 0) if path is None else launch.listen_unix(Path(path))
     serving = asyncio.create_task(http.serve(sockets=[sock]))
     turning = asyncio.create_task(turn_forever(loop, 0.001))
     while not http.started:
         await asyncio.sleep(0.005)
     try:
-        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, verify=False) as client:
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}" if path is None else "http://localhost"
+        transport = httpx.AsyncHTTPTransport(uds=path, verify=False)
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, transport=transport) as client:
             yield LocalServer(state, http.config.app, client)
     finally:
         http.should_exit = True

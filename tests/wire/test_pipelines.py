@@ -7,6 +7,7 @@ import json
 import logging
 import socket
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,12 +33,12 @@ def post(tokens: int, version: str = "1.1", **fields: Any) -> bytes:
 def run(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Callable[..., None]:
     """On each kind of event loop. Nothing that is sent may be an error of ours."""
 
-    def go(scenario: Callable[[LocalServer], Coroutine[Any, Any, None]]) -> None:
+    def go(scenario: Callable[[LocalServer], Coroutine[Any, Any, None]], **flags: Any) -> None:
         errors: list[dict[str, Any]] = []
 
         async def served() -> None:
             asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
-            async with listening_server() as server:
+            async with listening_server(**flags) as server:
                 await asyncio.wait_for(scenario(server), PATIENCE)
                 await asyncio.wait_for(pages_are_back(server), PATIENCE)
 
@@ -50,8 +51,11 @@ def run(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Cal
 
 
 async def connected(server: LocalServer, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    port = int(str(server.client.base_url).rstrip("/").rpartition(":")[2])
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    if (path := server.state.config.uds) is not None:
+        reader, writer = await asyncio.open_unix_connection(path)
+    else:
+        port = int(str(server.client.base_url).rstrip("/").rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(data)
     return reader, writer
 
@@ -173,6 +177,33 @@ def test_an_answer_that_stands_still_is_not_worked_on_for_one_that_left(run, mon
                 await asyncio.sleep(0.005)
 
     run(scenario)
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_unix_socket_tells_a_client_that_waits_from_one_that_left(run, monkeypatch, tmp_path: Path, begun: bool):
+    """It knows no TCP_INFO. What a client has not read yet says nothing of it: it may come to that later."""
+    monkeypatch.setattr(answering, "EOF_SECONDS", PATIENCE)
+    monkeypatch.setattr(half_closed, "FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(half_closed, "QUIET_SECONDS", 0.05)
+
+    async def scenario(server: LocalServer) -> None:
+        for leaves in (False, True):
+            reader, writer = await connected(server, post(4000 if leaves else 1000, stream=begun))
+            if begun:
+                await reader.readuntil(b"data: ")
+            while not server.state.client.open_answers:
+                await asyncio.sleep(0.005)
+            writer.write_eof()
+            if leaves:
+                writer.close()
+            else:
+                assert b'"length":1000' in await reader.read()
+            while server.state.client.open_answers:
+                await asyncio.sleep(0.005)
+            writer.close()
+        assert 'finish_reason="abort"} 1.0' in (await server.client.get("/metrics")).text
+
+    run(scenario, uds=str(tmp_path / "socket"))
 
 
 def test_a_client_that_waits_long_is_told_that_its_request_runs(run):

@@ -81,6 +81,7 @@ class Mirrored:
     matcher = None  # the first rank chooses tokens
 
     def __init__(self, places: int) -> None:
+        self.tokens: dict[int, int] = {}  # of a step's only row of it, by position
         self.page_table = np.zeros(places, dtype=np.int32)
         self.window_table = np.zeros(places, dtype=np.int32)
         self.num_pages = self.computed_len = self.state_len = self.slot = 0
@@ -93,6 +94,7 @@ class MirroredChunk(NamedTuple):
     tokens: list[int]
     logits: int
     draft_tokens: tuple[int, ...] = ()
+    offset: int = 0
 
     @property
     def first(self) -> int:
@@ -150,4 +152,5 @@ class Mirror:
         for place, page in rows.windows:
             known.window_table[place] = page
         known.num_pages = rows.held
+        known.tokens = {rows.first: rows.tokens[0]} if len(rows.tokens) == 1 else {}
         return known

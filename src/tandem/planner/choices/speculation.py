@@ -177,12 +177,12 @@ def _most_draft_tokens(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def _requested_draft_tokens(config: EngineConfig) -> int | None:
-    """Draft tokens are rows of a sequence: the newest token's and those behind it. None: nothing is asked."""
+    """`--speculative-num-draft-tokens` counts the newest token, too, as SGLang does. None: nothing is asked."""
     steps, rows = config.speculative_num_steps, config.speculative_num_draft_tokens
     if steps is not None and rows is not None and rows != steps + 1:
         raise ConfigError(
-            f"--speculative-num-draft-tokens is {rows}, and --speculative-num-steps is {steps}; a chain of {steps} "
-            f"steps has {steps + 1} draft tokens: give one of the two",
+            f"--speculative-num-draft-tokens is {rows}, and --speculative-num-steps is {steps}; the first "
+            f"counts the newest token, too, and so would be {steps + 1}: give one of the two",
             fields=("speculative_num_steps", "speculative_num_draft_tokens"),
         )
     return steps if steps is not None or rows is None else rows - 1

@@ -3,12 +3,14 @@
 TCP tells the two apart only by what comes back when something is sent. So an interim response is, which HTTP/1.1's
 clients skip: the system of one that has left refuses it, or says nothing. Within an answer that has begun only its own
 pieces can be sent. If none follows, the client counts as having left: somebody would be worked for in vain otherwise.
+Of a Unix socket the system says it, and nothing is sent.
 """
 
 from __future__ import annotations
 
 import asyncio
 import fcntl
+import select
 import socket
 import struct
 import termios
@@ -16,7 +18,7 @@ from collections.abc import Callable
 
 FIRST_SECONDS = 0.1  # until the first, and then the second, which finds out what became of the first
 MOST_SECONDS = 10.0  # between two later ones; each waits twice as long as the last
-QUIET_SECONDS = 1.0  # without a piece of an answer that has begun
+QUIET_SECONDS = 1.0  # without a piece of an answer that has begun; and between looks at a Unix socket
 
 _STATE_CLOSED = 7  # of Linux's tcp_info: the other system has refused what came
 _BYTES_ACKED_OFFSET = 120  # of tcp_info, a u64
@@ -30,7 +32,9 @@ class HalfClosed:
         self._transport, self._is_begun = transport, is_begun
         self._loop = asyncio.get_running_loop()
         self._sent = 0
-        if is_begun():
+        if transport.get_extra_info("socket").family == socket.AF_UNIX:
+            self._timer = self._loop.call_later(FIRST_SECONDS, self._look_at_unix)
+        elif is_begun():
             written = _written_bytes(transport)
             self._timer = self._loop.call_later(QUIET_SECONDS, self._look_at_pieces, written)
         else:
@@ -48,6 +52,14 @@ class HalfClosed:
         self._transport.write(_INTERIM)
         self._sent += 1
         self._timer = self._loop.call_later(min(MOST_SECONDS, FIRST_SECONDS * 2 ** (self._sent - 1)), self._look)
+
+    def _look_at_unix(self) -> None:
+        if self._transport.is_closing():
+            return
+        if _is_hung_up(self._transport):
+            self._transport.abort()
+            return
+        self._timer = self._loop.call_later(QUIET_SECONDS, self._look_at_unix)
 
     def _look_at_pieces(self, written_bytes: int) -> None:
         """written_bytes: when the client closed its side."""
@@ -72,3 +84,10 @@ def _written_bytes(transport: asyncio.Transport) -> int:
 def _is_refused(transport: asyncio.Transport) -> bool:
     info: bytes = transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
     return info[0] == _STATE_CLOSED
+
+
+def _is_hung_up(transport: asyncio.Transport) -> bool:
+    """Whether the other side of a Unix socket has closed both directions."""
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), 0)
+    return any(event & select.POLLHUP for _, event in poll.poll(0))
