@@ -21,6 +21,7 @@ from tandem.server.front.app import FrontApp
 from tandem.server.front.child import Life
 from tandem.server.front.dialects import wish_of
 from tandem.server.front.models_file import ModelsFile
+from tandem.server.guard import half_closed
 from tandem.server.limits import MAX_BODY_BYTES
 
 
@@ -118,7 +119,9 @@ def test_a_stream_says_that_it_waits(monkeypatch: pytest.MonkeyPatch):
     asyncio.run(scenario())
 
 
-def test_a_client_that_leaves_is_aborted_in_its_model():
+def test_a_client_that_leaves_is_aborted_in_its_model(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(half_closed, "QUIET_SECONDS", 0.2)
+
     async def scenario():
         async with front(*served("a")) as at:
             for count, stream in enumerate((True, False), 1):

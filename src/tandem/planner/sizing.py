@@ -53,12 +53,12 @@ DEFAULT_CONTEXT = 32768  # tokens: experts do not make room for more unless --co
 
 @dataclass(frozen=True)
 class GpuRoom:
-    """A request and a GPU: what is there, and what is taken before experts and KV cache. Bytes. moving: experts change
-    places."""
+    """A request and a GPU: what is there, and what is taken before experts and KV cache. Bytes. exchange_buffers: of
+    experts that change places."""
 
     request: MemoryRequest
     gpu: Gpu
-    moving: bool = False
+    exchange_buffers: int = 0
 
     @cached_property
     def budget(self) -> int:
@@ -89,7 +89,7 @@ class GpuRoom:
     @cached_property
     def exchanges(self) -> int:
         """Bytes for experts on their way to slots."""
-        return exchange_buffers(self.sizes.largest) * self.sizes.largest if self.moving else 0
+        return self.exchange_buffers * self.sizes.largest
 
     @cached_property
     def left_by_short_steps(self) -> int:
@@ -123,11 +123,13 @@ def fits(room: GpuRoom, reserved: int = 0, **changes: Any) -> GpuMemory | None:
 
 def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
     """Raises GpuTooSmall with the numbers when the GPU or the CPU memory beside it is too small."""
-    still = _sized(GpuRoom(request, gpu))
+    room = GpuRoom(request, gpu)
+    still = _sized(room)
     moves, why = live_placement(request, still.experts, still.draft_experts)
     if not moves:
         return replace(still, exchange_reason=why)
-    return _with_exchanges(GpuRoom(request, gpu, moving=True), still)
+    buffers = exchange_buffers(room.sizes.largest, still.experts)
+    return _with_exchanges(replace(room, exchange_buffers=buffers), still)
 
 
 def _with_exchanges(room: GpuRoom, still: GpuMemory) -> GpuMemory:

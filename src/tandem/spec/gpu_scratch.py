@@ -37,6 +37,8 @@ CODES_PAIRS = 192  # (token, expert) pairs of an expert, on average, up to which
 EXCHANGE_BYTES = 96 << 20
 """For experts on their way to slots, while placement follows use: two of them at least."""
 LEAST_EXCHANGE_BUFFERS, MOST_EXCHANGE_BUFFERS = 2, 64
+SLOTS_OF_EXCHANGE_BUFFER = 8
+"""Experts that are on a GPU for each buffer, at least: on a small one buffers would take the place of nearly all."""
 
 MOST_SHARED_SECONDS = 0.4
 """Seconds of the longest step in which all experts are streamed, for which rows that decode wait.
@@ -45,9 +47,13 @@ It moves a whole chunk of a prompt. Where it would be longer, such steps are sho
 """
 
 
-def exchange_buffers(expert_bytes: int) -> int:
-    """How many experts can be on their way. expert_bytes: of the largest one, packed."""
-    return max(LEAST_EXCHANGE_BUFFERS, min(MOST_EXCHANGE_BUFFERS, EXCHANGE_BYTES // max(1, expert_bytes)))
+def exchange_buffers(
+    expert_bytes: int, slots: int = MOST_EXCHANGE_BUFFERS * SLOTS_OF_EXCHANGE_BUFFER
+) -> int:
+    """How many experts can be on their way. expert_bytes: of the largest one, packed; slots: experts on the GPU where
+    none moves."""
+    most = min(MOST_EXCHANGE_BUFFERS, slots // SLOTS_OF_EXCHANGE_BUFFER, EXCHANGE_BYTES // max(1, expert_bytes))
+    return max(LEAST_EXCHANGE_BUFFERS, most)
 
 
 def unpacked_bytes(hidden: int, width: int) -> int:

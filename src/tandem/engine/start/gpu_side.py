@@ -149,7 +149,8 @@ def live_experts(
     policy = LivePolicy(Residency(slot_of), largest, READS_PER_EXCHANGE, settings)
     usage.copy = copies.in_order
     at_once = settings.bytes_per_step * settings.interval_steps
-    exchange = LiveExchange(layers, tables, copies, at_once, between_answers=side.handoff.between_answers)
+    buffers = plan.gpu.sizes.exchange_bytes // largest or None
+    exchange = LiveExchange(layers, tables, copies, at_once, buffers, side.handoff.between_answers)
     return LiveExperts(policy, exchange, usage, side.handoff.seconds_per_expert)
 
 

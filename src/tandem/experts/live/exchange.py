@@ -107,7 +107,8 @@ def _nobody(work: _core.Meanwhile) -> None:
 
 class LiveExchange:
     """One thread calls it: `end` and `prepare` when the CPU has done its part of a step, `begin` when the next was
-    started. layers: None for those that live on one side only."""
+    started. layers: None for those that live on one side only. buffers: experts on their way at once, as planned; None:
+    as many as a large GPU has."""
 
     def __init__(
         self,

@@ -18,7 +18,8 @@ from collections.abc import Callable
 
 FIRST_SECONDS = 0.1  # until the first, and then the second, which finds out what became of the first
 MOST_SECONDS = 10.0  # between two later ones; each waits twice as long as the last
-QUIET_SECONDS = 1.0  # without a piece of an answer that has begun; and between looks at a Unix socket
+LOOK_SECONDS = 1.0  # between two at a Unix socket
+QUIET_SECONDS = 5.0  # without a piece of an answer that has begun: slow models have one a second
 
 _STATE_CLOSED = 7  # of Linux's tcp_info: the other system has refused what came
 _BYTES_ACKED_OFFSET = 120  # of tcp_info, a u64
@@ -59,11 +60,11 @@ class HalfClosed:
         if _is_hung_up(self._transport):
             self._transport.abort()
             return
-        self._timer = self._loop.call_later(QUIET_SECONDS, self._look_at_unix)
+        self._timer = self._loop.call_later(LOOK_SECONDS, self._look_at_unix)
 
     def _look_at_pieces(self, written_bytes: int) -> None:
-        """written_bytes: when the client closed its side."""
-        if self._transport.is_closing():
+        """written_bytes: when the client closed its side. Pieces that wait here are more than a slow reader takes."""
+        if self._transport.is_closing() or self._transport.get_write_buffer_size():
             return
         if _is_refused(self._transport) or _written_bytes(self._transport) == written_bytes:
             self._transport.abort()
