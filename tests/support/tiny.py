@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -498,23 +499,26 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
 
 
 class TinyModels:
-    """Model directories by variant, saved on first use. A plain family name is a variant, too."""
+    """Model directories by variant, saved on first use. A plain family name is a variant, too. Threads of ranks may ask
+    for one at the same time: none reads what another has half written."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self._directory, self._saving = directory, threading.RLock()
 
     def __getitem__(self, variant: str) -> Path:
         """As `save_pretrained` writes it: one tensor per expert and matrix."""
         path = self._directory / variant
-        if not path.exists():
-            save_tiny(variant, path)
+        with self._saving:
+            if not path.exists():
+                save_tiny(variant, path)
         return path
 
     def fused(self, variant: str) -> Path:
         """The same weights with all experts of a layer in two 3-D tensors, the names Transformers has in memory."""
         path = self._directory / f"{variant}-fused"
-        if not path.exists():
-            save_fused(self[variant], path)
+        with self._saving:
+            if not path.exists():
+                save_fused(self[variant], path)
         return path
 
     def unchosen(self, variant: str) -> Path:
