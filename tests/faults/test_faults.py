@@ -193,7 +193,7 @@ def test_the_tokenizer_fails(server: ServerProcess, expected: list[int], fault: 
         fault.strikes()
         refused = [said("a\0"), said("x" * 40), said("word " * 805 + "x" * 40)]
         fault.seen("400: “the model's tokenizer cannot read this text”; the others go on", 20)
-        assert server.info()["stats"]["running"] == 2
+        wait_until(lambda: server.info()["stats"]["running"] == 2)
         plain.post(server.url + "/abort_request", json={"abort_all": True}, timeout=60).raise_for_status()
     for response in refused:
         assert response.status_code == 400 and "cannot read this text" in error_of(response)["message"]

@@ -268,6 +268,7 @@ class EngineLoop:
                 self._engine.abort(request_id)
             case FlushCache():
                 self._engine.flush_cache()
+                self._report(force=True)  # first: who asks next finds the cache empty
                 self._send(CacheFlushed())
             case LookAtExperts():
                 self._send(self._engine.expert_traffic())
@@ -292,8 +293,7 @@ class EngineLoop:
             self._send(RequestRefused(id=request.id, message=describe(error), fault="engine"))
 
     def _step(self) -> None:
-        outputs = self._engine.step(self._has_new_request)
-        if outputs:
+        if outputs := self._engine.step(self._has_new_request):
             self._send(StepOutputs(outputs=list(outputs)))
 
     def _answer_recordings(self) -> None:
