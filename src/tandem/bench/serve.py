@@ -171,7 +171,7 @@ def _row(
         output_len=_mean([a.tokens for a in answers]) if load.texts else load.output_len,
         spread=load.spread,
         shared_prefix=load.shared_prefix,
-        seconds=round(seconds, 3),
+        seconds=round(seconds, 6),
         requests_s=round(len(answers) / seconds, 3),
         tok_s=round(tok_s, 2),
         bound_tok_s=round(bound, 2),
