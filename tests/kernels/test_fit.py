@@ -34,8 +34,8 @@ def test_the_kernel_is_as_good_as_its_reference(tier, grid, rows, columns, group
     weight, importance = heavy(rows, columns), heavy(1, columns, 1)[0].square() if weighted else None
     codes, scales = fit.fit_groups(weight, grid, group, importance, tier)
     expected_codes, expected_scales = fit_groups(weight, grid, group, importance)
-    # Sums are added in another order: where initial scales are equally good to the last bits of the squares' sum, the
-    # choice between them differs, and what is lost by it are these bits.
+    # Sums are added in another order. Where initial scales are equally good to the last bits of the sum, another may be
+    # chosen. What is lost by it are these bits.
     found, expected = (
         errors(weight, *fitted, group, importance)
         for fitted in ((codes, scales), (expected_codes, expected_scales))

@@ -97,8 +97,9 @@ def prompts_of(load: LoadShape) -> list[tuple[Prompt, int]]:
 
 @dataclass(frozen=True, slots=True)
 class ServedExperts:
-    """Where a server has its routed experts, as its own plan says. None: not known, of another server. gpu_share: of
-    them, on GPUs, 0 to 1; placement: the strategy that chose those; live: they change places while it serves."""
+    """Placement of a server's routed experts, as its own plan says. None: not known, as of another server.
+
+    gpu_share: those on GPUs, 0 to 1; placement: the strategy that chose them; live: they change places meanwhile."""
 
     gpu_share: float | None = None
     placement: str | None = None
@@ -148,8 +149,8 @@ class LoadClient:
     def served_experts(self, model: str) -> ServedExperts:
         """As the server says it; a server that is no Tandem does not."""
         try:
-            url, asked = f"{self._url}/server_info", {"model": model}
-            answer = httpx.get(url, params=asked, headers=self._headers, timeout=10.0, trust_env=False)
+            url, query = f"{self._url}/server_info", {"model": model}
+            answer = httpx.get(url, params=query, headers=self._headers, timeout=10.0, trust_env=False)
             answer.raise_for_status()
             return ServedExperts.of(answer.json().get("plan"))
         except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError):

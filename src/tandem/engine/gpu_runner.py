@@ -48,8 +48,8 @@ def _on(device: torch.device) -> None:
 
 
 def _masks(chunks: Rows[Chunk]) -> RowMasks:
-    """Where the masks of the rows of a step that may be replayed will be. What may come after a draft token is known
-    when it is accepted; rows before a prompt's last one choose nothing."""
+    """Places of the masks of a step's rows, if it may be replayed. The mask behind a draft token is known when that is
+    accepted; rows before a prompt's last one choose nothing."""
     masks = places_of([chunk.sequence for chunk in chunks])
     if not masks or all(chunk.logits == 1 for chunk in chunks):
         return masks

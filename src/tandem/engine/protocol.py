@@ -121,7 +121,7 @@ _JSON_NAMES = {
     "draft_steps": "guess_steps", "draft_step_tokens": "guess_step_tokens",
     "draft_tokens": "guesses", "accepted_tokens": "right_guesses",
 }  # fmt: skip
-"""What dashboards read in `/get_server_info`; its names stay."""
+"""Names in `/get_server_info`: dashboards read them, so they stay."""
 
 
 class SpeculationStats(msgspec.Struct, frozen=True, kw_only=True, rename=_JSON_NAMES):

@@ -47,7 +47,7 @@ def store_of(parts: EngineParts, pages: KVCache, slots: SlotMemory) -> StateStor
 
 
 def pace_of(parts: EngineParts) -> PrefillPace:
-    """Where all experts are streamed in a step, others wait for it if it is short enough."""
+    """Pace of prefill. Others wait for a step in which all experts are streamed, if it is short enough."""
     seconds, most = parts.stream_seconds, parts.plan.max_step_tokens
     pieces = parts.model.depth if _takes_turns(parts) and isinstance(parts.model, PausingModel) else 1
     whole = seconds is not None and seconds <= MOST_SHARED_SECONDS

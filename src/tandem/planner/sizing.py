@@ -135,14 +135,14 @@ def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
 def _with_exchanges(room: GpuRoom, still: GpuMemory) -> GpuMemory:
     """With buffers for experts that change places, if they leave slots to move into. Where nobody asked for moving,
     context, ring and graphs of prompts have to stay as they are, too."""
-    asked = room.request.config.kt_enable_dynamic_expert_update
+    requested = room.request.config.kt_enable_dynamic_expert_update
     try:
         memory = _sized(room)
     except ConfigError:
         memory = replace(still, experts=0)
-    if memory.experts == 0 or not (asked or _kept(memory) == _kept(still)):
+    if memory.experts == 0 or not (requested or _kept(memory) == _kept(still)):
         why = f"{room.exchanges >> 20} MiB of GPU memory for experts that change places are not there"
-        return replace(still, exchange_reason=why, cramped=why if asked else still.cramped)
+        return replace(still, exchange_reason=why, cramped=why if requested else still.cramped)
     moves, why = live_placement(room.request, memory.experts, memory.draft_experts)
     if not moves:
         return replace(still, exchange_reason=why)

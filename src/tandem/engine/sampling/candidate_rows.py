@@ -52,7 +52,7 @@ class Filters(NamedTuple):
     min_p: float
 
     def limits(self, count: int, complete: bool) -> bool:
-        """Whether top_k leaves out some of all tokens. count, complete: those that are here."""
+        """True where top_k leaves out some of all tokens. count, complete: of the candidates."""
         return self.top_k > 0 and not (complete and self.top_k >= count)
 
 

@@ -54,7 +54,7 @@ def threshold_not_reached(config: EngineConfig, model: ModelConfig) -> str:
 
 
 def ring_for(request: MemoryRequest, gpu: Gpu) -> StagingRing:
-    """Where experts are streamed to."""
+    """Staging that experts are streamed to."""
     return ring_of(expert_sizes(request).largest, experts_at_once(gpu.memory_bytes, *unpacked_experts(request.model)))
 
 

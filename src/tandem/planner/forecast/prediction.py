@@ -219,7 +219,7 @@ def _eager_kernels(layer: Layer) -> int:
 
 
 def _stream_kernels(layer: Layer) -> int:
-    """Where streams mix: half as many again predict the next layer's."""
+    """Kernels that mix residual streams; half as many again predict the next layer's experts."""
     return sum(cost_of(block.hyper).kernels for block in layer.blocks if block.hyper is not None) * 3 // 2
 
 

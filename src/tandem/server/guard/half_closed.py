@@ -76,15 +76,19 @@ def _unacknowledged(transport: asyncio.Transport) -> int:
     return int(struct.unpack("i", fcntl.ioctl(number, termios.TIOCOUTQ, b"\0" * 4))[0])
 
 
+def _tcp_info(transport: asyncio.Transport) -> bytes:
+    """Linux's `tcp_info` of the connection."""
+    info: bytes = transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    return info
+
+
 def _written_bytes(transport: asyncio.Transport) -> int:
     """Bytes that the system has been given for the client, whether it has taken them or not."""
-    info: bytes = transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-    return int(struct.unpack_from("Q", info, _BYTES_ACKED_OFFSET)[0]) + _unacknowledged(transport)
+    return int(struct.unpack_from("Q", _tcp_info(transport), _BYTES_ACKED_OFFSET)[0]) + _unacknowledged(transport)
 
 
 def _is_refused(transport: asyncio.Transport) -> bool:
-    info: bytes = transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-    return info[0] == _STATE_CLOSED
+    return _tcp_info(transport)[0] == _STATE_CLOSED
 
 
 def _is_hung_up(transport: asyncio.Transport) -> bool:
