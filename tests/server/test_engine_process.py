@@ -17,7 +17,13 @@ import zmq
 from fake_model import VOCAB, FakeModel, fake_config, fake_engine, fake_plan
 from idle_engine import PLAN, IdleEngine
 from quiet_clock import PATIENCE
-from tandem.engine.protocol import ExpertTraffic, GenerateRequest, LookAtExperts, SamplingSettings
+from tandem.engine.protocol import (
+    EngineStats,
+    ExpertTraffic,
+    GenerateRequest,
+    LookAtExperts,
+    SamplingSettings,
+)
 from tandem.errors import EngineError
 from tandem.flags.engine_config import EngineConfig
 from tandem.server import engine_process
@@ -157,6 +163,16 @@ def test_who_comes_while_a_step_runs_is_handled_after_it() -> None:
     kinds = [type(each) for each in said]
     answers = [output.id for each in said if isinstance(each, StepOutputs) for output in each.outputs]
     assert answers == ["a", "b"] and kinds.index(ExpertTraffic) > kinds.index(StepOutputs)
+
+
+def test_who_has_an_answer_finds_it_counted() -> None:
+    """Statistics leave before the last outputs of an engine that becomes idle, and of each step where they are due."""
+    wire, sent = Wire(GenerateRequest(id="a", prompt_ids=[5], sampling=SamplingSettings())), list[bytes]()
+    wire.send = sent.append
+    EngineLoop(IdleEngine(), wire).turn()
+    stats, outputs = (msgspec.msgpack.decode(each, type=FromEngine) for each in sent)
+    assert isinstance(outputs, StepOutputs) and outputs.outputs[0].finish_reason is not None
+    assert isinstance(stats, EngineStats) and not stats.running
 
 
 def test_a_step_hears_of_an_abort() -> None:

@@ -229,12 +229,14 @@ class EngineLoop:
             self.turn()
 
     def turn(self) -> None:
-        """Messages, one step, news. An idle engine, or one that has just become so, reports at once."""
+        """Messages, one step, news. An idle engine, or one that has just become so, reports at once, and before the
+        step's outputs: who has its whole answer finds it counted."""
         changed = self._receive()
-        if self.has_work():
-            self._step()
+        outputs = self._engine.step(self._has_new_request) if self.has_work() else ()
         self._answer_recordings()
         self._report(force=changed or not self.has_work())
+        if outputs:
+            self._send(StepOutputs(outputs=list(outputs)))
 
     def _receive(self) -> bool:
         """Handle every message that has arrived; True if there was one."""
@@ -291,10 +293,6 @@ class EngineLoop:
             traceback.print_exc()
             self._engine.abort(request.id)
             self._send(RequestRefused(id=request.id, message=describe(error), fault="engine"))
-
-    def _step(self) -> None:
-        if outputs := self._engine.step(self._has_new_request):
-            self._send(StepOutputs(outputs=list(outputs)))
 
     def _answer_recordings(self) -> None:
         while self._recordings and self._recordings[0].done():
