@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence as Rows
 from time import perf_counter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from tandem.engine.protocol import SamplingSettings, TokenLogprob
 from tandem.engine.sampling.masks import RowMasks
 from tandem.engine.sampling.repetitions import Repetitions
 from tandem.engine.vision.rows import ImageRows
-from tandem.engine.vision.sequence_images import SequenceImages
+from tandem.engine.vision.sequence_images import ImageSequence, SequenceImages
 from tandem.engine.vision.spans import ImageSpan
 from tandem.spec.vision import Tower
 
@@ -229,6 +229,46 @@ class Sequence:
             self.token_counts[token_id] = self.token_counts.get(token_id, 0) + 1
         if self.matcher is not None:
             self.matcher.accept(token_id)
+
+
+class TokenAt(Protocol):
+    """Token ids by position."""
+
+    def __getitem__(self, position: int, /) -> int: ...
+
+
+class BatchedSequence(ImageSequence, Protocol):
+    """Fields of a sequence that a batch is made from. What another rank keeps of it has these alone."""
+
+    num_pages: int
+    state_len: int
+    slot: int
+    page_table: npt.NDArray[np.int32]
+    window_table: npt.NDArray[np.int32]
+
+    @property
+    def tokens(self) -> TokenAt: ...
+
+
+class BatchedChunk(Protocol):
+    """Fields of a `Chunk` that a batch is made from."""
+
+    @property
+    def sequence(self) -> BatchedSequence: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def first(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def logits(self) -> int: ...
+    @property
+    def tokens(self) -> list[int]: ...
+    @property
+    def draft_tokens(self) -> tuple[int, ...]: ...
+    @property
+    def num_verified(self) -> int: ...
 
 
 class Chunk(NamedTuple):

@@ -46,7 +46,7 @@ class Follower:
             self._group.check()
 
     def _run(self, step: StepList) -> None:
-        chunks = cast(list[Chunk], self._mirror.chunks(step))  # as far as a batch asks
+        chunks = cast(list[Chunk], self._mirror.chunks(step))  # its steps read what a `BatchedChunk` has
         if step.task is not None:
             self._pause(step.task, chunks)
         elif step.warms:

@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem.engine.ranks.messages import Place, SentRows, StepList
-from tandem.engine.sequence import Chunk, Sequence, Status
+from tandem.engine.sequence import BatchedChunk, Chunk, Sequence, Status
 from tandem.engine.speculation.draft_batch import DraftRows
+from tandem.engine.vision.sequence_images import SequenceImages
 from tandem.errors import EngineError
 
 Table = npt.NDArray[np.int32]
@@ -76,9 +77,10 @@ def _changed(table: Table, now: Table) -> list[Place]:
 
 
 class Mirrored:
-    """Fields of a sequence that a batch is made from."""
+    """A `BatchedSequence`."""
 
     matcher = None  # the first rank chooses tokens
+    images: SequenceImages | None = None  # ranks read none
 
     def __init__(self, places: int) -> None:
         self.tokens: dict[int, int] = {}  # of a step's only row of it, by position
@@ -88,7 +90,7 @@ class Mirrored:
 
 
 class MirroredChunk(NamedTuple):
-    """As `Chunk`."""
+    """A `BatchedChunk`."""
 
     sequence: Mirrored
     tokens: list[int]
@@ -117,7 +119,7 @@ class Mirror:
         self._longest, self._steps = longest, 0
         self._sequences: dict[int, Mirrored] = {}
 
-    def chunks(self, step: StepList) -> list[MirroredChunk]:
+    def chunks(self, step: StepList) -> list[BatchedChunk]:
         """Raises EngineError where a list was lost: nothing would fit any more."""
         return [self._chunk(rows) for rows in self._rows(step)]
 

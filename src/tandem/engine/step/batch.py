@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tandem.engine.sequence import Chunk, Sequence
+from tandem.engine.sequence import BatchedChunk, BatchedSequence
 from tandem.engine.vision.sequence_images import image_rows_of, turns_of
 from tandem.kernels.step_lengths import note_lengths
 from tandem.models.batch import ForwardBatch, ImageRowBatch
@@ -152,7 +152,7 @@ class PageRows:
         self._memory = torch.zeros(0, dtype=torch.int32)
         self._show(0, 0)
 
-    def begin(self, chunks: Rows[Chunk], sequences: int) -> None:
+    def begin(self, chunks: Rows[BatchedChunk], sequences: int) -> None:
         """Tables: [S, P] zeros, P the most pages any of these sequences has; the memory grows but is kept."""
         width = max([chunk.sequence.num_pages for chunk in chunks])
         needed = sequences * width
@@ -167,15 +167,15 @@ class PageRows:
         self.tables = self._memory[: sequences * width].view(sequences, width)
         self._tables = self.tables.numpy()
 
-    def place(self, row: int, sequence: Sequence, first: int, count: int) -> None:
+    def place(self, row: int, sequence: BatchedSequence, first: int, count: int) -> None:
         """So many rows from `row` on are at positions from `first` on."""
         slots = slots_of(self._table(sequence), first, count, self._page_size)
         self._cache_slots.array[row : row + count] = slots
 
-    def describe(self, which: slice, sequence: Sequence) -> None:
+    def describe(self, which: slice, sequence: BatchedSequence) -> None:
         self._tables[which, : sequence.num_pages] = self._table(sequence)[: sequence.num_pages]
 
-    def fill_single(self, sequences: Rows[Sequence], first: npt.NDArray[np.int64]) -> None:
+    def fill_single(self, sequences: Rows[BatchedSequence], first: npt.NDArray[np.int64]) -> None:
         """Sequence i has one row, row i, at position first[i]."""
         counts = [sequence.num_pages for sequence in sequences]
         tables = [s.window_table for s in sequences] if self._windowed else [s.page_table for s in sequences]
@@ -187,7 +187,7 @@ class PageRows:
     def slots(self, rows: int) -> Tensor:
         return self._cache_slots.first(rows)
 
-    def _table(self, sequence: Sequence) -> npt.NDArray[np.int32]:
+    def _table(self, sequence: BatchedSequence) -> npt.NDArray[np.int32]:
         return sequence.window_table if self._windowed else sequence.page_table
 
 
@@ -238,7 +238,7 @@ class BatchArrays:
         self._query_starts = Numbers(FIELDS["query_starts"].dtype, max_step_tokens + 1, pinned)
         self._counting = np.arange(max_step_tokens, dtype=np.int64)
 
-    def fill(self, chunks: Rows[Chunk]) -> ForwardBatch:
+    def fill(self, chunks: Rows[BatchedChunk]) -> ForwardBatch:
         """The chunks in host memory; valid until the next `fill`."""
         by_row = self._each_row or (self._row_per_sequence and any(chunk.draft_tokens for chunk in chunks))
         rows = sum([chunk.length for chunk in chunks])
@@ -268,7 +268,7 @@ class BatchArrays:
         single = sequences if each_single else sum(1 for _ in takewhile(lambda c: c.length == 1, chunks))
         return forward_batch(tensors, windows, single_rows=single)
 
-    def _fill_any(self, chunks: Rows[Chunk], by_row: bool, folds: bool) -> int:
+    def _fill_any(self, chunks: Rows[BatchedChunk], by_row: bool, folds: bool) -> int:
         """Chunk by chunk; how many rows have logits."""
         s = row = logits = 0
         for chunk in chunks:
@@ -279,7 +279,7 @@ class BatchArrays:
             logits += chunk.logits
         return logits
 
-    def _fill_single(self, chunks: Rows[Chunk], by_row: bool, folds: bool) -> int:
+    def _fill_single(self, chunks: Rows[BatchedChunk], by_row: bool, folds: bool) -> int:
         """As `_fill_any`, of chunks of one row each, array by array."""
         count, sequences = len(chunks), [chunk.sequence for chunk in chunks]
         places = [chunk.sequence.computed_len + chunk.offset for chunk in chunks]
@@ -298,7 +298,7 @@ class BatchArrays:
         self._logits_rows.array[: len(rows)] = rows
         return len(rows)
 
-    def _describe(self, s: int, chunk: Chunk, row_end: int, by_row: bool, folds: bool) -> int:
+    def _describe(self, s: int, chunk: BatchedChunk, row_end: int, by_row: bool, folds: bool) -> int:
         """The chunk as sequence s, or its rows as sequences from s on; how many that are. folds: whether somebody asks
         what their slots hold."""
         sequence, count = chunk.sequence, chunk.length if by_row else 1
@@ -313,7 +313,7 @@ class BatchArrays:
             places.describe(which, sequence)
         return count
 
-    def _place(self, row: int, chunk: Chunk) -> None:
+    def _place(self, row: int, chunk: BatchedChunk) -> None:
         first, rows = chunk.first, slice(row, row + chunk.length)
         self._input_ids.array[rows] = chunk.tokens
         self._positions.array[rows] = counted(first, chunk.length)
@@ -341,7 +341,7 @@ def counted(first: int, count: int) -> npt.NDArray[np.int64] | int:
     return first if count == 1 else np.arange(first, first + count)
 
 
-def _is_plain(chunk: Chunk) -> bool:
+def _is_plain(chunk: BatchedChunk) -> bool:
     """It has no drafts and follows none: its slot's folds hold all that is computed."""
     return not chunk.draft_tokens and chunk.sequence.state_len == chunk.sequence.computed_len
 
