@@ -153,6 +153,26 @@ def test_a_first_start_that_fails_is_not_repeated(tmp_path: Path):
     asyncio.run(scenario())
 
 
+def test_why_a_start_failed_is_heard_however_late_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A busy machine reads it after the process would have ended."""
+    listen = EngineSupervisor._listen
+
+    async def late(*arguments):
+        await asyncio.sleep(0.5)
+        await listen(*arguments)
+
+    monkeypatch.setattr(EngineSupervisor, "_listen", late)
+    monkeypatch.setattr(supervisor, "LAST_WORDS_SECONDS", 0.0)
+    (marker := tmp_path / "marker").touch()
+
+    async def scenario():
+        async with supervised("load_once", str(marker)) as (_, _, running):
+            with pytest.raises(ConfigError, match="the model went away"):
+                await running
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("times", [1, 2])
 def test_an_engine_that_is_killed_once_while_it_loads_is_started_once_more(tmp_path: Path, times: int):
     marker = tmp_path / "marker"

@@ -73,6 +73,7 @@ HEARTBEAT_SECONDS = 1.0  # an idle engine reports this often
 STATS_SECONDS = 0.25  # a busy engine reports at most this often
 FILE_SECONDS = 0.02  # how often an idle engine looks whether a file is written
 START_MESSAGE_SECONDS = 60.0  # the supervisor sends StartEngine at once; without it there is nobody to serve
+HEARD_SECONDS = 10.0  # until the supervisor has heard why a start failed: it may be busy
 
 
 class SteppedEngine(Protocol):
@@ -359,6 +360,7 @@ def run_engine(socket: zmq.Socket[bytes]) -> int:
         if not isinstance(error, TandemError | MemoryError):
             traceback.print_exc()
         _tell(socket, start_failed(error))
+        socket.poll(int(HEARD_SECONDS * 1000))  # once this process has ended, nobody listens to it for long
         return 1
     try:
         with loaded_is_kept():

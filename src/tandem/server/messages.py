@@ -36,7 +36,7 @@ class FlushCache(msgspec.Struct, frozen=True, kw_only=True, tag="flush"):
 
 
 class StopEngine(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
-    """Leave the loop and exit with code 0."""
+    """Leave the loop and exit with code 0. The answer to `StartFailed`, too."""
 
 
 class EngineConnected(msgspec.Struct, frozen=True, kw_only=True, tag="connected"):
@@ -64,9 +64,9 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 
 
 class StartFailed(msgspec.Struct, frozen=True, kw_only=True, tag="start_failed"):
-    """The engine could not be built; the process exits with code 1 after this. refused: what was asked cannot be
-    met. of_files: what is wrong is with the model's files, whatever GPUs there are. of_gpus: what cannot be met is the
-    choice of GPUs."""
+    """The engine could not be built; the process exits with code 1 once that is answered. refused: what was asked
+    cannot be met. of_files: what is wrong is with the model's files, whatever GPUs there are. of_gpus: what cannot be
+    met is the choice of GPUs."""
 
     message: str
     refused: bool = False

@@ -296,6 +296,8 @@ class EngineSupervisor:
                         log.info("the engine is ready again")
                 case StartFailed():
                     self._start_failed, self._start_error = message, message.message
+                    if self._send is not None:
+                        self._send(StopEngine())  # it waits until it is heard
                 case EngineEnds(message=text):
                     self._missing_rank = text
                     if self._process is not None:  # to take its memory apart would take seconds
