@@ -7,8 +7,10 @@ import asyncio
 import pytest
 
 import echo_engine
+from quiet_clock import PATIENCE
 from server_harness import LocalServer, local_server
 from server_requests import CHAT, error_of, events, pages_are_back, run, user
+from supervision import until
 
 ENDLESS = {"input_ids": [97], "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True}}
 
@@ -58,8 +60,11 @@ def test_a_request_that_takes_too_long_ends(path: str, stream: bool):
     }[path]
 
     async def go():
-        async with local_server(echo_engine.build(seconds_per_step=0.02), request_timeout=0.5) as server:
-            response = await server.post(path, **body, stream=stream)
+        async with local_server(echo_engine.build(seconds_per_step=0.02), request_timeout=PATIENCE) as server:
+            asked = asyncio.create_task(server.post(path, **body, stream=stream))
+            await until(lambda: begun_answers(server) if stream else server.state.client.open_answers)
+            let_pass(PATIENCE)
+            response = await asked
             if stream:
                 *_, last = events(response.text)
                 assert last["error"]["code"] == "request_timeout"
@@ -68,6 +73,17 @@ def test_a_request_that_takes_too_long_ends(path: str, stream: bool):
             await pages_are_back(server)
 
     asyncio.run(go())
+
+
+def begun_answers(server: LocalServer) -> float | None:
+    return server.state.metrics.registry.get_sample_value("tandem_http_responses_total", {"status": "200"})
+
+
+def let_pass(seconds: float) -> None:
+    """Of the event loop's clock, at once: nothing that must come before depends on how busy the machine is."""
+    loop = asyncio.get_running_loop()
+    time = loop.time
+    loop.time = lambda: time() + seconds
 
 
 def test_time_that_a_prompt_waits_to_be_read_counts(monkeypatch):
