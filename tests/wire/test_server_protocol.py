@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -17,7 +18,7 @@ from server_requests import error_of, pages_are_back
 from tandem.engine.protocol import GenerateRequest, SamplingSettings, TokenOutput
 from tandem.errors import TandemError
 from tandem.server import request_stream
-from tandem.server.guard import bodies, protocol
+from tandem.server.guard import answering, bodies, protocol
 from tandem.server.limits import MAX_BODY_BYTES
 
 LONG = {"input_ids": [97], "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True}, "stream": True}
@@ -44,9 +45,13 @@ class Connection:
         self.reader, self.writer = reader, writer
 
     @classmethod
-    async def to(cls, server: LocalServer) -> Connection:
+    async def to(cls, server: LocalServer, first: bytes = b"") -> Connection:
+        """first: here before the server sees the connection, so in time for any limit."""
         port = int(str(server.client.base_url).rstrip("/").rpartition(":")[2])
-        return cls(*await asyncio.open_connection("127.0.0.1", port))
+        sock = socket.create_connection(("127.0.0.1", port))  # by the system, whatever the event loop does
+        sock.sendall(first)
+        sock.setblocking(False)
+        return cls(*await asyncio.open_connection(sock=sock))
 
     async def send(self, data: bytes) -> None:
         self.writer.write(data)
@@ -58,13 +63,22 @@ class Connection:
         status, body = await self.whole_answer(seconds)
         return status, body["error"]
 
+    async def next_answer(self) -> dict:
+        """Body of a kept connection's next answer."""
+        head = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), PATIENCE)
+        assert head.startswith(b"HTTP/1.1 200 "), head
+        length = int(head.lower().partition(b"content-length:")[2].split()[0])
+        return json.loads(await asyncio.wait_for(self.reader.readexactly(length), PATIENCE))
+
     async def whole_answer(self, seconds: float = PATIENCE) -> tuple[int, dict]:
         data = await asyncio.wait_for(self.reader.read(), seconds)
         head, _, body = data.partition(b"\r\n\r\n")
         return int(head.split()[1]), json.loads(body)
 
 
-def test_header_lines_have_a_limit_before_the_key_is_looked_at() -> None:
+def test_header_lines_have_a_limit_before_the_key_is_looked_at(monkeypatch) -> None:
+    monkeypatch.setattr(answering, "LINGER_SECONDS", PATIENCE)  # sending a megabyte may take long
+
     async def scenario(server: LocalServer) -> None:
         for lines in (b"x: y\r\n" * 200, b"x: " + b"y" * 100_000, (b"x: " + b"y" * 1000 + b"\r\n") * 1000):
             connection = await Connection.to(server)
@@ -78,7 +92,9 @@ def test_header_lines_have_a_limit_before_the_key_is_looked_at() -> None:
     run(scenario, api_key="right")
 
 
-def test_one_header_line_that_never_ends_is_not_kept() -> None:
+def test_one_header_line_that_never_ends_is_not_kept(monkeypatch) -> None:
+    monkeypatch.setattr(answering, "LINGER_SECONDS", PATIENCE)  # sending eight megabytes may take long
+
     async def scenario(server: LocalServer) -> None:
         connection = await Connection.to(server)
         await connection.send(HEAD + b"x: ")
@@ -138,9 +154,8 @@ def test_every_refusal_has_its_dialects_form(path: str, monkeypatch) -> None:
             assert answer.status_code == status, answer.text
             check(answer.json(), status)
         monkeypatch.setattr(protocol, "BODY_SECONDS", 0.2)  # the large body above may take longer
-        connection = await Connection.to(server)
         head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nx-api-key: right\r\nContent-Length: 9\r\n\r\n{{"
-        await connection.send(head.encode())
+        connection = await Connection.to(server, head.encode())
         status, body = await connection.whole_answer()
         assert status == 408
         check(body, status)
@@ -171,8 +186,7 @@ def test_a_request_that_never_ends_is_cut(sent: bytes, monkeypatch) -> None:
     monkeypatch.setattr(protocol, "BODY_SECONDS", 0.2)
 
     async def scenario(server: LocalServer) -> None:
-        connection = await Connection.to(server)
-        await connection.send(sent)
+        connection = await Connection.to(server, sent)
         status, error = await connection.answer()
         assert (status, error["code"]) == (408, "request_too_slow")
         while server.state.http_active:
@@ -200,11 +214,15 @@ def test_a_long_answer_takes_its_time(monkeypatch) -> None:
     monkeypatch.setattr(protocol, "BODY_SECONDS", 0.5)
 
     async def scenario(server: LocalServer) -> None:
-        body = LONG | {"sampling_params": {"max_new_tokens": 30, "ignore_eos": True}, "stream": False}
-        for pause in (0.6, 0.0):
-            answer = (await server.client.post("/generate", json=body)).json()
-            assert len(answer["output_ids"]) == 30
-            await asyncio.sleep(pause)
+        sampling = {"max_new_tokens": 30, "ignore_eos": True}
+        body = json.dumps(LONG | {"sampling_params": sampling, "stream": False}).encode()
+        request = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
+        connection = await Connection.to(server, request)
+        assert len((await connection.next_answer())["output_ids"]) == 30
+        await asyncio.sleep(0.6)
+        await connection.send(request)
+        assert len((await connection.next_answer())["output_ids"]) == 30
+        connection.writer.close()
 
     run(scenario, loaded=echo_engine.build(seconds_per_step=0.02))
 
