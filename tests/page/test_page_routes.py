@@ -13,6 +13,7 @@ import pytest
 
 import echo_engine
 import tandem.server.page
+from quiet_clock import PATIENCE
 from server_harness import LocalServer
 from server_requests import error_of, run
 from tandem.errors import EngineError
@@ -131,8 +132,9 @@ def test_live_numbers_of_a_dense_model() -> None:
     run(scenario)
 
 
-def test_live_numbers_are_those_of_the_metrics() -> None:
+def test_live_numbers_are_those_of_the_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer's tokens, side by side, also after experts have changed places."""
+    monkeypatch.setattr(live, "ANSWER_SECONDS", PATIENCE)
 
     async def scenario(server: LocalServer) -> None:
         await server.post("/generate", text="x" * 60)
@@ -151,7 +153,7 @@ def test_live_numbers_are_those_of_the_metrics() -> None:
 
 def test_many_viewers_ask_the_engine_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "LOOK_SECONDS", 600.0)
-    monkeypatch.setattr(live, "ANSWER_SECONDS", 30.0)  # or who asked first would go without on a busy machine
+    monkeypatch.setattr(live, "ANSWER_SECONDS", PATIENCE)  # or who asked first would go without on a busy machine
 
     async def scenario(server: LocalServer) -> None:
         asked, look = [], server.state.client.look_at_experts
@@ -174,13 +176,14 @@ def test_many_viewers_ask_the_engine_once_a_second(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_busy_or_dead_engine_keeps_no_viewer_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(live, "ANSWER_SECONDS", PATIENCE)
     monkeypatch.setattr(live, "LOOK_SECONDS", 0.0)
 
     async def scenario(server: LocalServer) -> None:
         get = server.client.get
         known = (await get("/tandem/live")).json()["experts"]
         assert known is not None
+        monkeypatch.setattr(live, "ANSWER_SECONDS", 0.05)
         never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         async def late() -> None:
