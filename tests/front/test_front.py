@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import os
 import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from tandem.server.front.app import FrontApp
 from tandem.server.front.child import Life
 from tandem.server.front.dialects import wish_of
 from tandem.server.front.models_file import ModelsFile
+from tandem.server.front.room import Verdict
 from tandem.server.guard import half_closed
 from tandem.server.limits import MAX_BODY_BYTES
 
@@ -106,6 +108,7 @@ def test_a_stream_says_that_it_waits(monkeypatch: pytest.MonkeyPatch):
     async def scenario():
         async with front(*served("a", "huge")) as at:
             monkeypatch.setattr(proxy, "WAITING_SECONDS", 0.0)
+            monkeypatch.setattr(supervisor, "LONGEST_PAUSE_SECONDS", 0.0)  # or the next is refused at once
             *waits, first, _, _, done = events(await at.chat("a", stream=True))
             assert waits and set(waits) == {": waiting"} and first["number"] == 0 and done == "[DONE]"
             ask = {"model": "huge", "messages": [{"role": "user", "content": "x"}], "stream": True, "max_tokens": 1}
@@ -175,8 +178,9 @@ def test_a_model_that_cannot_be_loaded_is_tried_again(monkeypatch: pytest.Monkey
             assert "a cannot be loaded: a needs 99 GiB of 7" in refused[0].json()["error"]["message"]
             listed = (await at.client.get("/v1/models")).json()["data"][0]["status"]
             assert listed["failed"] and "99 GiB" in listed["reason"]
+            await until(lambda: at.models.named("a").not_before < time.monotonic())
             monkeypatch.setattr(supervisor, "LONGEST_PAUSE_SECONDS", 3600.0)
-            await until(lambda: at.models.named("a").not_before < asyncio.get_running_loop().time())
+            at.models.named("a").failures = 10  # from here on a pause is minutes
             assert "99 GiB" in (await at.chat("a")).text
             again = (await at.chat("a")).json()["error"]["message"]  # at once, without a process
             assert "the next try is in" in again and "99 GiB" in again
@@ -304,7 +308,17 @@ def test_keys_and_origins_are_the_fronts():
 def test_so_many_may_wait_for_a_load():
     async def scenario():
         async with front(*served("a"), max_queued_requests=3) as at:
-            found = [answer.status_code for answer in await asyncio.gather(*(at.chat("a") for _ in range(5)))]
+            all_have_come, check = asyncio.Event(), at.room.check
+
+            async def held(*arguments) -> Verdict:
+                await all_have_come.wait()
+                return await check(*arguments)
+
+            at.room.check = held
+            asked = [asyncio.create_task(at.chat("a")) for _ in range(5)]
+            await until(lambda: sum(each.done() for each in asked) == 2)
+            all_have_come.set()
+            found = [answer.status_code for answer in await asyncio.gather(*asked)]
             assert sorted(found) == [200, 200, 200, 429, 429]
             assert at.models.named("a").waiting == 0 and (await at.chat("a")).status_code == 200
 
