@@ -459,7 +459,7 @@ def test_a_killed_download_goes_on(hub, source, tmp_path):
     """A process of its own, killed in the middle of a file; the environment says which hub and which cache."""
     big = os.urandom(6 << 20)
     hub.repos[NAME] = hub.repos[NAME] | {shards_of(hub)[0]: big}
-    hub.pause_seconds = 0.05
+    hub.held_at[shards_of(hub)[0]] = 3 << 20
     source_root = Path(model_files.__file__).parents[3]
     environment = os.environ | {
         "HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(tmp_path / "hub"), "PYTHONPATH": str(source_root),
@@ -476,7 +476,7 @@ def test_a_killed_download_goes_on(hub, source, tmp_path):
     running.send_signal(signal.SIGKILL)
     running.wait()
     here = partial.stat().st_size
-    hub.pause_seconds = 0.0
+    hub.goes_on.set()
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert (Path(done.stdout.strip()) / shards_of(hub)[0]).read_bytes() == big

@@ -6,7 +6,6 @@ import hashlib
 import json
 import re
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,7 +31,8 @@ class FakeHub:
     corrupt: dict[str, int] = field(default_factory=dict)  # file → how many times its bytes are wrong
     busy: int = 0  # answers of 503 to come
     ranges: bool = True
-    pause_seconds: float = 0.0  # after each piece
+    held_at: dict[str, int] = field(default_factory=dict)  # file → bytes after which the rest waits for `goes_on`
+    goes_on: threading.Event = field(default_factory=threading.Event)
     piece_bytes: int = 1 << 16
     commit: str = COMMIT
     asked: list[tuple[str, str]] = field(default_factory=list)  # (path, Range)
@@ -77,6 +77,7 @@ def serving(hub: FakeHub) -> Iterator[FakeHub]:
     try:
         yield hub
     finally:
+        hub.goes_on.set()
         server.shutdown()
         server.server_close()
         thread.join()
@@ -126,22 +127,22 @@ class _Handler(BaseHTTPRequestHandler):
             if first >= len(content):
                 self._refuse(416, "")
                 return
-        self._send(
-            206 if wish and self.fake.ranges else 200, content[first:last], self.fake.cut_at.pop(name, None)
-        )
+        status, cut = 206 if wish and self.fake.ranges else 200, self.fake.cut_at.pop(name, None)
+        self._send(status, content[first:last], cut, self.fake.held_at.get(name))
 
-    def _send(self, status: int, body: bytes, cut: int | None = None) -> None:
+    def _send(self, status: int, body: bytes, cut: int | None = None, held_at: int | None = None) -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         step = self.fake.piece_bytes
         for at in range(0, len(body) if cut is None else min(cut, len(body)), step):
             end = at + step if cut is None else min(at + step, cut)
+            if held_at is not None and at >= held_at:
+                self.fake.goes_on.wait()
             try:
                 self.wfile.write(body[at:end])
             except OSError:
                 return
-            time.sleep(self.fake.pause_seconds)
         if cut is not None:
             self.close_connection = True
 
