@@ -245,8 +245,10 @@ def test_a_client_that_leaves_frees_its_pages(server: ServerProcess, client: ope
     next(iter(stream))
     while not server.info()["stats"]["running"]:  # statistics follow what a step has made
         assert time.monotonic() < ends
+    closed = QuietClock()
     stream.close()
-    after = wait_until_idle(server, 3)
+    after = wait_until_idle(server)
+    assert closed.seconds() < 3
     assert after["aborted_requests"] == before["aborted_requests"] + 1
     assert after["generated_tokens"] - before["generated_tokens"] < 400
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from quiet_clock import PATIENCE
 from tandem.errors import EngineError
 from tandem.server import endpoint
 from tandem.server.endpoint import private_endpoint
@@ -54,11 +55,11 @@ def test_two_that_have_met_leave_nothing_behind():
         one.bind(address)
         other.connect(address)
         other.send(b"here")
-        assert one.poll(10_000) and one.recv() == b"here"
+        assert one.poll(1000 * PATIENCE) and one.recv() == b"here"
         endpoint.forget(address)
         assert not folder_of(address).exists()
         one.send(b"still")
-        assert other.poll(10_000) and other.recv() == b"still"
+        assert other.poll(1000 * PATIENCE) and other.recv() == b"still"
 
 
 def test_what_a_killed_server_left_is_removed_by_the_next(monkeypatch, tmp_path):

@@ -124,6 +124,13 @@ def load(config: EngineConfig) -> LoadedEngine:
     return build(seconds_per_step=0.002)
 
 
+def load_unless_held(config: EngineConfig) -> LoadedEngine:
+    """When the file `served_model_name` is not there."""
+    while Path(str(config.served_model_name)).exists():
+        time.sleep(0.02)
+    return load(config)
+
+
 def load_short(config: EngineConfig) -> LoadedEngine:
     """Whose longest answers are soon over."""
     return build(context_length=200)
