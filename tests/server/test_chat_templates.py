@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
+import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quiet_clock import QuietClock
+from quiet_clock import PATIENCE, QuietClock
 from tandem.errors import CheckpointError, RequestError
 from tandem.server.errors import ApiError
 from tandem.server.prompts import template_process
@@ -65,6 +69,23 @@ def test_a_hostile_template_costs_its_prompt_and_nothing_else(name: str, monkeyp
         assert clock.seconds() < 8 and ticks >= min(20, clock.seconds() / 0.05)
 
     run(ChatTemplate(HOSTILE[name]), scenario)
+
+
+def test_a_process_that_starts_late_takes_none_of_the_template_s_time(tmp_path: Path, monkeypatch) -> None:
+    """A busy machine, or a slow disk, is no fault of the template."""
+    gate, late, here = tmp_path / "gate", tmp_path / "python", sys.executable
+    late.write_text(f'#!/bin/sh\nwhile [ ! -e {gate} ]; do sleep 0.05; done\nexec {here} "$@"\n')
+    late.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(late))
+    monkeypatch.setattr(template_process, "TEMPLATE_SECONDS", 0.05)
+    process = TemplateProcess(ChatTemplate(GOOD))
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(process.start)
+        time.sleep(0.3)
+        monkeypatch.setattr(template_process, "TEMPLATE_SECONDS", PATIENCE)
+        gate.touch()
+        starting.result()
+    process.close()
 
 
 @pytest.mark.parametrize("source", ["{{ 10 ** (10 ** 9) }}", "{{ x|no_such_filter }}"])

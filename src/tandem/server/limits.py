@@ -49,6 +49,7 @@ CHARS_OF_TOKEN = 4
 LARGE_TOKENIZE_CHARS = 500_000  # longer ones one at a time: each may take a gigabyte
 MAX_WAITING_CHARS = 64 << 20  # of prompts that wait to be tokenised; more is refused with 429
 TEMPLATE_SECONDS = 10.0  # for a chat template to render a prompt
+TEMPLATE_START_SECONDS = 60.0  # for its process, which imports from a disk that may be busy
 TEMPLATE_BYTES = 1 << 30  # of memory, for that
 MAX_RENDERED_CHARS = 64 << 20
 HEALTH_SECONDS = 20.0  # /health_generate waits this long for its token

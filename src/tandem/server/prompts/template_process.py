@@ -20,7 +20,7 @@ import msgspec
 from tandem.errors import CheckpointError, RequestError
 from tandem.process.frames import receive_frame, send_frame
 from tandem.server.errors import ApiError
-from tandem.server.limits import TEMPLATE_SECONDS
+from tandem.server.limits import TEMPLATE_SECONDS, TEMPLATE_START_SECONDS
 from tandem.server.prompts.template_worker import NO_TEMPLATE, REFUSED
 from tandem.text.chat_template import ChatTemplate
 
@@ -84,6 +84,8 @@ class TemplateProcess:
 
     def _compile(self, ours: socket.socket) -> None:
         try:
+            ours.settimeout(TEMPLATE_START_SECONDS)
+            receive_frame(ours)  # it runs, and has taken none of the template's time
             self._ask(ours, {"source": self._template.source, "with_tools": self._template.with_tools})
         except (OSError, EOFError) as error:
             self.close()

@@ -1,7 +1,7 @@
 """The process of a `TemplateProcess`: `python -m tandem.server.prompts.template_worker DESCRIPTOR`.
 
-It reads frames (four bytes of length, then JSON) from a socket: first the template, then prompts to render. It ends
-with the socket, and it is bounded in memory and time even when nobody is there any more to end it.
+It says that it runs, and reads frames (four bytes of length, then JSON) from a socket: first the template, then prompts
+to render. It ends with the socket, and it is bounded in memory and time even when nobody is there any more to end it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ DONE, REFUSED, NO_TEMPLATE = b"+", b"-", b"!"  # what an answer begins with; the
 
 def work(ours: socket.socket) -> NoReturn:
     """Raises EOFError when nobody asks any more."""
+    _answer(ours, DONE, "")
     sources = _next(ours)
     template = ChatTemplate(sources["source"], with_tools=sources["with_tools"])
     _answer(ours, DONE, _compiled(template))
