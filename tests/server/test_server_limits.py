@@ -80,7 +80,7 @@ def begun_answers(server: LocalServer) -> float | None:
 
 
 def let_pass(seconds: float) -> None:
-    """Of the event loop's clock, at once: nothing that must come before depends on how busy the machine is."""
+    """The event loop's clock jumps: what must come before has come, however busy the machine is."""
     loop = asyncio.get_running_loop()
     time = loop.time
     loop.time = lambda: time() + seconds
