@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from fault_servers import wait_until
 
 from plans import GIB
 from quiet_clock import PATIENCE
@@ -69,6 +70,7 @@ def test_ranks_that_were_chosen_answer_as_one_and_come_back(serve: Serve, expect
         assert said.index("parallelism") < said.index("ranks                    2")
         os.kill(before[1].pid, signal.SIGKILL)
         psutil.wait_procs(before, PATIENCE)
+        wait_until(lambda: server.info()["engine_restarts"] == 1)  # it may not have heard of their end yet
         server.wait_until_ready()
         assert answered(server) == expected
         assert not {each.pid for each in processes_of_ranks(server)} & {each.pid for each in before}
