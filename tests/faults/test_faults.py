@@ -11,6 +11,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -53,14 +54,25 @@ class Place:
 
     def __init__(self, model: Path, folder: Path) -> None:
         self.model, self.folder, self._number = model, folder, 0
+        self._waits = folder / "engines-wait"
         self.server = self.start()
 
     def start(self, port: int | None = None) -> ServerProcess:
         self._number += 1
         log = self.folder / f"{self._number}.log"
         flags = "--shutdown-timeout", "1", "--expert-distribution-recorder-dir", str(self.folder / "records")
-        self.server = spawn_kt(self.model, log, *flags, port=port, faulty=True)
+        waits = {"FAULTY_ENGINE_WAITS": str(self._waits)}
+        self.server = spawn_kt(self.model, log, *flags, port=port, faulty=True, **waits)
         return self.server
+
+    @contextmanager
+    def no_new_engine(self) -> Iterator[None]:
+        """None is loaded meanwhile."""
+        self._waits.touch()
+        try:
+            yield
+        finally:
+            self._waits.unlink()
 
 
 @pytest.fixture(scope="module")
@@ -105,17 +117,18 @@ def expected(place: Place) -> list[int]:
 
 
 @pytest.mark.fault("The engine's process is killed (`kill -9`, or the kernel's when memory runs out)")
-def test_the_engine_is_killed(server: ServerProcess, expected: list[int], fault: Fault) -> None:
+def test_the_engine_is_killed(place: Place, server: ServerProcess, expected: list[int], fault: Fault) -> None:
     engine = child(server, ENGINE)
-    with long_answers(server, 4) as asked:
-        fault.strikes()
-        engine.kill()
-        errors = [one.result() for one in asked]
-        fault.seen("503, in a stream an error event: “the engine process ended (SIGKILL …)”; `/health` is 503", 2)
-    for response in errors:
-        assert "SIGKILL: perhaps memory ran out" in error_of(response)["message"]
-    assert {response.status_code for response in errors} == {200, 503}
-    assert not server.healthy()
+    with place.no_new_engine():
+        with long_answers(server, 4) as asked:
+            fault.strikes()
+            engine.kill()
+            errors = [one.result() for one in asked]
+            fault.seen("503, in a stream an error event: “the engine process ended (SIGKILL …)”; `/health` is 503", 2)
+        for response in errors:
+            assert "SIGKILL: perhaps memory ran out" in error_of(response)["message"]
+        assert {response.status_code for response in errors} == {200, 503}
+        assert not server.healthy()
     assert good_answer(server) == expected
     fault.good(RESTART_SECONDS)
     assert server.info()["engine_restarts"] == 1
@@ -191,7 +204,9 @@ def test_the_tokenizer_fails(server: ServerProcess, expected: list[int], fault: 
     engine, processes = child(server, ENGINE), family(server)
     with long_answers(server, 2) as others:
         fault.strikes()
+        engine.suspend()  # or these would have ended on a machine whose server is slow just then
         refused = [said("a\0"), said("x" * 40), said("word " * 805 + "x" * 40)]
+        engine.resume()
         fault.seen("400: “the model's tokenizer cannot read this text”; the others go on", 20)
         wait_until(lambda: server.info()["stats"]["running"] == 2)
         plain.post(server.url + "/abort_request", json={"abort_all": True}, timeout=60).raise_for_status()
@@ -235,7 +250,7 @@ def test_a_port_that_is_taken(place: Place, server: ServerProcess, expected: lis
     port = int(server.url.rpartition(":")[2])
     fault.strikes()
     second = spawn_kt(place.model, place.folder / "second.log", port=port)
-    assert second.process.wait(60) == 2
+    assert second.process.wait(PATIENCE) == 2
     fault.seen("it ends at once: “cannot listen on …; try another --port or --host”; the first goes on", 30)
     assert "(Address already in use); try another --port" in second.log.read_text()
     assert answer(server) == expected

@@ -31,7 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         yield one
 
 
-def show(server: ServerProcess, *pictures: bytes, timeout: float = PATIENCE) -> httpx.Response:
+def show(server: ServerProcess, *pictures: bytes, timeout: float | httpx.Timeout = PATIENCE) -> httpx.Response:
     body: dict[str, Any] = {
         "messages": [user("See ", *map(image_part, pictures))], "max_tokens": 4, "temperature": 0,
     }  # fmt: skip
@@ -91,7 +91,7 @@ def test_a_client_leaves(server: ServerProcess, fault: Fault) -> None:
     decoder = child(server, IMAGES)
     decoder.suspend()
     with pytest.raises(httpx.ReadTimeout):
-        show(server, *[png(seed=seed) for seed in range(10, 20)], timeout=0.5)
+        show(server, *[png(seed=seed) for seed in range(10, 20)], timeout=httpx.Timeout(PATIENCE, read=0.5))
     fault.strikes()
     wait_until(lambda: active(server, 0))
     decoder.resume()
