@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from echo_engine import CONTEXT
+from quiet_clock import PATIENCE
 from server_harness import ServerProcess, running, spawn_echo
 from tandem.bench import architectures, load_client
 from tandem.bench.gaps import made_up, rows
@@ -101,7 +102,7 @@ def test_a_row_says_medians_and_the_longest() -> None:
 
 def test_a_server_is_measured(echo, tmp_path, capsys) -> None:
     pytest.importorskip("matplotlib")
-    wanted = GapLoad(prompt_len=1500, input_len=20, output_len=400, gaps=30, prompts=2, seconds=30)
+    wanted = GapLoad(prompt_len=1500, input_len=20, output_len=400, gaps=30, prompts=2, seconds=PATIENCE)
     out, picture = tmp_path / "out" / "gaps.json", tmp_path / "gaps.png"
     rows.run(request(echo.url, wanted), out, picture)
     [row] = json.loads(out.read_text())
