@@ -23,7 +23,8 @@ SERVE = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
     "from tandem.cli.app import run; {}; run(['serve', 'demo'])"
 )
-DEAF = "#!/bin/sh\ntrap '' INT TERM\ntouch {}\nexec sleep 100\n"
+# It is up when it was told what to prepare: then `kt serve` waits for it, and has long come back from starting it.
+DEAF = "#!/bin/sh\ntrap '' INT TERM\ncat > /dev/null\ntouch {}\nexec sleep 100\n"
 
 
 @contextmanager
