@@ -143,7 +143,7 @@ def test_a_rank_that_goes_missing_in_the_middle(how, text) -> None:
             group.sum(numbers.own(0, Message(call, 64 << 10)))
         os.kill(other.pid, how)
         assert text in missing(group, LATEST)
-        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)  # its files are closed before it has ended
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)  # its files are closed before its end
         assert psutil.Process(other.pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED)
 
 
