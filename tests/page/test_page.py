@@ -25,8 +25,8 @@ from page_browser import Browser, chromium, needs_chromium
 
 AXE = Path(__file__).parents[2] / "node_modules" / "axe-core" / "axe.min.js"
 pytestmark = needs_chromium
-LONG = "a long story, " * 25  # the echo of it takes seconds
-SHORTER = "a long story, " * 10  # two
+LONG = "a long story, " * 25  # the echo of it takes seconds, and is held where it must not end before we have looked
+SHORTER = "a long story, " * 10
 EVERYTHING = (
     "# Title\n\n- a list\n\n```c\nint x;\n```\n\n| a |\n| - |\n| 1 |\n\n> said\n\n[x](https://ok.example)\n\n"
     "$x$\n\n\\[" + "x + " * 100 + "y\\]"
@@ -40,9 +40,23 @@ def driver() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with running(spawn_echo(tmp_path_factory.mktemp("page") / "log", "load_routed")) as found:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("page")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[ServerProcess]:
+    flags = {"expert_distribution_recorder_dir": str(folder)}
+    with running(spawn_echo(folder / "log", "load_routed", **flags)) as found:
         yield found
+
+
+@pytest.fixture
+def held(folder: Path) -> Iterator[Path]:
+    """While this file is there, answers stand still at their twentieth token."""
+    (file := folder / "held").touch()
+    yield file
+    file.unlink(missing_ok=True)
 
 
 @pytest.fixture
@@ -55,9 +69,10 @@ def browser(driver: Any, server: ServerProcess) -> Iterator[Browser]:
     assert not browser.complaints()
 
 
-def test_a_chat_is_streamed_drawn_and_kept(browser: Browser) -> None:
+def test_a_chat_is_streamed_drawn_and_kept(browser: Browser, held: Path) -> None:
     browser.say("**bold** and `code`\n\n| a | b |\n| - | -: |\n| 1 | 2 |\n\n```py\nx = 1\n```")
     browser.until(lambda: "bold" in browser.text(".message.assistant.running > .text"))
+    held.unlink()
     browser.answered()
     assert browser.text(".message.assistant strong") == "bold"
     assert browser.text(".message.assistant td") == "1\n2"
@@ -101,7 +116,7 @@ def test_several_conversations(browser: Browser) -> None:
 
 @pytest.mark.parametrize("how", ["escape", "button"])
 def test_stop_ends_the_answer_here_and_in_the_engine(
-    browser: Browser, server: ServerProcess, how: str
+    browser: Browser, server: ServerProcess, held: Path, how: str
 ) -> None:
     browser.say(LONG)
     browser.until(lambda: "a long" in browser.text(".message.assistant > .text"))
@@ -110,6 +125,7 @@ def test_stop_ends_the_answer_here_and_in_the_engine(
     else:
         browser.one("#stop").click()
     browser.answered()
+    held.unlink()
     said = browser.text(".message.assistant > .text")
     assert "stopped" in browser.text(".foot") and 0 < len(said) < len(LONG.strip())
     browser.until(lambda: server.info()["stats"]["running"] == 0)
@@ -171,7 +187,7 @@ def test_settings_are_sent_and_kept(browser: Browser) -> None:
     browser.one("#settings .primary").click()
 
 
-def test_the_map_shows_traffic_sides_and_exchanges(browser: Browser) -> None:
+def test_the_map_shows_traffic_sides_and_exchanges(browser: Browser, server: ServerProcess) -> None:
     browser.one("#to-live").click()
     browser.script("document.getElementById('input').value = arguments[0]", LONG)
     browser.script("document.getElementById('composer').requestSubmit()")
@@ -185,6 +201,8 @@ def test_the_map_shows_traffic_sides_and_exchanges(browser: Browser) -> None:
     browser.one("#map").send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_DOWN)
     assert browser.text("#under").startswith("Layer 2, expert 1: ")
     assert "6 layers × 32 experts" in browser.one("#map").get_attribute("aria-label")
+    browser.script("document.getElementById('stop').click()")  # a page that is left goes on in Chromium for a minute
+    browser.until(lambda: server.info()["stats"]["running"] == 0)
 
 
 def split(browser: Browser) -> str:
@@ -211,11 +229,12 @@ return found.size;
 """
 
 
-def test_the_page_goes_on_after_the_engine_has_died(browser: Browser, server: ServerProcess) -> None:
+def test_the_page_goes_on_after_the_engine_has_died(browser: Browser, server: ServerProcess, held: Path) -> None:
     restarts = server.info()["engine_restarts"]
     browser.say(SHORTER)
     browser.until(lambda: "a long" in browser.text(".message.assistant > .text"))
     os.kill(server.engine_pid(), signal.SIGKILL)
+    held.unlink()
     browser.until(lambda: "is being restarted" in browser.text(".message .error"))
     assert "a long" in browser.text(".message.assistant > .text")
     browser.until(lambda: server.healthy() and server.info()["engine_restarts"] == restarts + 1)

@@ -33,6 +33,7 @@ from tandem.planner.forecast.ledger import RAM, VRAM, Ledger, LedgerEntry
 from tandem.server.engine_process import LoadedEngine
 
 PAGES, CONTEXT = 2048, 4096
+HELD_TOKENS = 20
 
 
 class EchoModel:
@@ -52,7 +53,9 @@ class EchoModel:
         s = int(np.searchsorted(batch.query_starts.numpy(), row, side="right")) - 1
         length = int(batch.positions[row]) + 1
         pages = batch.block_tables[s, : -(-length // k_pages.shape[1])].long()
-        tokens = k_pages[pages].flatten()[:length].to(torch.int64).tolist()
+        return self._logits(k_pages[pages].flatten()[:length].to(torch.int64).tolist())
+
+    def _logits(self, tokens: list[int]) -> np.ndarray:
         return echo_logits(tokens)
 
 
@@ -148,10 +151,12 @@ def load_halting(config: EngineConfig) -> LoadedEngine:
 
 
 class RoutedEcho(EchoModel):
-    """Counts as a model with experts on both sides of a GPU would, and moves one of them every few steps."""
+    """Counts as a model with experts on both sides of a GPU would, and moves one of them every few steps. While the
+    file `held` is there, no answer has more than HELD_TOKENS."""
 
-    def __init__(self, seconds_per_step: float, layers: int, experts: int) -> None:
+    def __init__(self, seconds_per_step: float, layers: int, experts: int, held: Path | None = None) -> None:
         super().__init__(seconds_per_step)
+        self._held = held
         rng = np.random.default_rng(7)
         self._rng, self._steps = rng, 0
         popular = rng.zipf(1.4, (layers, experts)).clip(1, 60).astype(np.float64)
@@ -172,6 +177,11 @@ class RoutedEcho(EchoModel):
         if self._steps % 10 == 0:
             self._exchange()
         return super().forward(batch, kv)
+
+    def _logits(self, tokens: list[int]) -> np.ndarray:
+        while self._held is not None and tokens[:-HELD_TOKENS].count(END) and self._held.exists():
+            time.sleep(0.01)
+        return super()._logits(tokens)
 
     def _exchange(self) -> None:
         layer = int(self._rng.integers(len(self._chances)))
@@ -208,9 +218,11 @@ DECISIONS = (Decision("kernel tier", "avx2", "the best that this CPU has"),)
 
 
 def load_routed(config: EngineConfig, layers: int = 6, experts: int = 32) -> LoadedEngine:
+    """`RoutedEcho`, held by a file of the recorder's folder, where one is given."""
+    folder = config.expert_distribution_recorder_dir
     loaded = build(seconds_per_step=0.02)
     assert isinstance(loaded.engine, Engine)
-    model = RoutedEcho(0.02, layers, experts)
+    model = RoutedEcho(0.02, layers, experts, None if folder is None else Path(folder) / "held")
     loaded.engine._runner._model = model
     loaded.engine._meter = DividedMeter(model, layers)
     return replace(loaded, plan=replace(loaded.plan, ledgers=LEDGERS, decisions=DECISIONS))

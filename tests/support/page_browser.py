@@ -13,11 +13,12 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.wait import WebDriverWait
 
+from quiet_clock import PATIENCE
 from server_harness import ServerProcess
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 CHROMEDRIVER = shutil.which("chromedriver")
-WAIT_SECONDS = 60  # on a machine that does other things as well
+WAIT_SECONDS = PATIENCE
 needs_chromium = pytest.mark.skipif(
     not (CHROMIUM and CHROMEDRIVER), reason="chromium and chromedriver are not installed"
 )
