@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pwd
 import socket
 import stat
@@ -64,17 +65,25 @@ def test_two_that_have_met_leave_nothing_behind():
 
 def test_what_a_killed_server_left_is_removed_by_the_next(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    dead, alive, other = (tmp_path / f"tandem-{name}" for name in ("dead", "alive", "other"))
-    for folder in (dead, alive, other):
+    dead, alive, begins, other = (tmp_path / f"tandem-{name}" for name in ("dead", "alive", "begins", "other"))
+    for folder in (dead, alive, begins, other):
         folder.mkdir()
     (other / "engine").write_text("somebody's file")
-    with socket.socket(socket.AF_UNIX) as left, socket.socket(socket.AF_UNIX) as listening:
-        left.bind(str(dead / "engine"))
-        left.close()
+    with socket.socket(socket.AF_UNIX) as listening, socket.socket(socket.AF_UNIX) as beginning:
+        leave(dead)
         listening.bind(str(alive / "engine"))
         listening.listen()
+        os.utime(alive / "engine", (0, 0))
+        beginning.bind(str(begins / "engine"))  # it will listen
         with private_endpoint():
-            assert not dead.exists() and alive.exists() and other.exists()
+            assert not dead.exists() and alive.exists() and begins.exists() and other.exists()
+
+
+def leave(folder: Path) -> None:
+    """As a server that was killed long ago."""
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(folder / "engine"))
+    os.utime(folder / "engine", (0, 0))
 
 
 def test_a_user_without_a_name_finds_its_own(monkeypatch, tmp_path):
@@ -87,7 +96,6 @@ def test_a_user_without_a_name_finds_its_own(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     dead = tmp_path / "tandem-dead"
     dead.mkdir()
-    with socket.socket(socket.AF_UNIX) as left:
-        left.bind(str(dead / "engine"))
+    leave(dead)
     with private_endpoint():
         assert not dead.exists()

@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ _FALLBACKS = ("/tmp", "/dev/shm")  # where the temporary folder cannot be used
 _NAME = "engine"
 _PREFIX = "tandem-"
 _RANDOM_CHARS = 16  # of mkdtemp, and its prefix
+_LISTENS_SECONDS = 60.0  # a younger socket may be one that is about to listen
 
 
 @contextlib.contextmanager
@@ -41,8 +43,12 @@ def _remove_left_over(parent: Path) -> None:
     """Folders of servers that were killed before they met their engines."""
     for name in parent.glob(f"{_PREFIX}*/{_NAME}"):
         with contextlib.suppress(OSError):
-            if name.is_socket() and name.stat().st_uid == os.getuid() and not _answers(name):
+            if name.is_socket() and _is_ours_and_old(name.stat()) and not _answers(name):
                 shutil.rmtree(name.parent, ignore_errors=True)
+
+
+def _is_ours_and_old(found: os.stat_result) -> bool:
+    return found.st_uid == os.getuid() and time.time() - found.st_mtime > _LISTENS_SECONDS
 
 
 def _answers(name: Path) -> bool:
