@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -153,5 +154,21 @@ def test_closing_does_not_wait_for_a_prompt_that_hangs() -> None:
         with pytest.raises(ApiError):
             await rendering
         assert clock.seconds() < 5
+
+    run(ChatTemplate(GOOD), scenario)
+
+
+def test_a_prompt_whose_turn_comes_after_the_close_starts_no_process() -> None:
+    async def scenario(process: TemplateProcess) -> None:
+        process.start()
+        turn = threading.Event()
+        process._thread.submit(turn.wait, PATIENCE)
+        rendering = asyncio.create_task(process.render(said("endless")))
+        await asyncio.sleep(0)  # it waits behind the other
+        process.close()
+        turn.set()
+        with pytest.raises(ApiError, match="its process ended"):
+            await rendering
+        assert process._process is None
 
     run(ChatTemplate(GOOD), scenario)

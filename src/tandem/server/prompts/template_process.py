@@ -34,6 +34,7 @@ class TemplateProcess:
         self._lock = threading.Lock()  # of the two below, which `close` takes away from the thread
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
+        self._closed = False
 
     async def render(self, messages: list[dict[str, Any]], **variables: Any) -> str:
         """Raises RequestError with the template's complaint, ApiError 500 when it takes too long or too much."""
@@ -51,7 +52,11 @@ class TemplateProcess:
         self._thread.submit(self._connected).result()
 
     def close(self) -> None:
-        """Also in the midst of a prompt."""
+        """Also in the midst of a prompt. No process is started any more."""
+        self._closed = True
+        self._stop()
+
+    def _stop(self) -> None:
         with self._lock:
             if self._process is not None:
                 self._process.kill()
@@ -66,7 +71,7 @@ class TemplateProcess:
         try:
             return self._ask(self._connected(), {"messages": messages, "values": values})
         except (OSError, EOFError) as error:  # TimeoutError is an OSError
-            self.close()
+            self._stop()
             self._failed(error)
 
     def _connected(self) -> socket.socket:
@@ -75,6 +80,8 @@ class TemplateProcess:
             ours, theirs = socket.socketpair()
             command = [sys.executable, "-P", "-m", "tandem.server.prompts.template_worker", str(theirs.fileno())]
             with theirs, self._lock:
+                if self._closed:
+                    raise EOFError("closed")
                 self._process = subprocess.Popen(
                     command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
                 )
@@ -88,7 +95,7 @@ class TemplateProcess:
             receive_frame(ours)  # it runs, and has taken none of the template's time
             self._ask(ours, {"source": self._template.source, "with_tools": self._template.with_tools})
         except (OSError, EOFError) as error:
-            self.close()
+            self._stop()
             raise CheckpointError(
                 f"the model's chat template cannot be compiled within {TEMPLATE_SECONDS:g} s ({_why(error)}); "
                 "give the model another"
