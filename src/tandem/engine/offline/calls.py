@@ -1,4 +1,5 @@
-"""`Calls`: the requests of `tandem.LLM`'s calls. Several streams may be read in turn; each gets its own outputs."""
+"""`Calls`: the requests of `tandem.LLM`'s calls. Several streams may be read in turn, and several threads may call; each
+gets its own outputs. Whoever waits for some steps the engine, for all."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from tandem.engine.engine import Engine
+from tandem.engine.offline.turns import Turns
 from tandem.engine.protocol import GenerateRequest, SamplingSettings, TokenOutput
 from tandem.engine.vision.spans import ImageSpan
 from tandem.errors import BusyError
@@ -14,9 +16,10 @@ from tandem.errors import BusyError
 class Calls:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._turns = Turns()
         self._requests = 0
-        self._outputs: dict[str, deque[TokenOutput]] = {}  # of requests that a call waits for
-        self._left: list[str] = []  # that nobody waits for any more
+        self._outputs: dict[str, deque[TokenOutput]] = {}  # of requests that a call waits for; one deque a call
+        self._left: deque[str] = deque()  # that nobody waits for any more
 
     def begin(
         self, ids: list[list[int]], params: list[SamplingSettings], images: Sequence[tuple[ImageSpan, ...]] = ()
@@ -24,16 +27,18 @@ class Calls:
         """Their names, in order. images: of each prompt, if any has some. Raises RequestError; then none of them is
         left."""
         names: list[str] = []
-        for prompt_ids, one, spans in zip(ids, params, images or [()] * len(ids), strict=True):
-            self._requests += 1
-            names.append(str(self._requests))
-            self._outputs[names[-1]] = deque()
-            try:
-                self._add(GenerateRequest(id=names[-1], prompt_ids=prompt_ids, sampling=one, images=spans))
-            except BaseException:
-                self.end(names)
-                self.flush()
-                raise
+        outputs: deque[TokenOutput] = deque()
+        with self._turns.adding():
+            for prompt_ids, one, spans in zip(ids, params, images or [()] * len(ids), strict=True):
+                self._requests += 1
+                names.append(str(self._requests))
+                self._outputs[names[-1]] = outputs
+                try:
+                    self._add(GenerateRequest(id=names[-1], prompt_ids=prompt_ids, sampling=one, images=spans))
+                except BaseException:
+                    self.end(names)
+                    self._step()
+                    raise
         return names
 
     def _add(self, request: GenerateRequest) -> None:
@@ -46,23 +51,26 @@ class Calls:
 
     def outputs(self, names: list[str], answers: int) -> Iterator[TokenOutput]:
         """Until all their answers have ended; others' requests run in the same steps."""
-        while True:
-            for output in [o for name in names for o in self._pop_outputs(name)]:
+        mine: deque[TokenOutput] = self._outputs[names[0]] if names else deque()
+        while answers:
+            with self._turns.stepping(unless=lambda: bool(mine)) as my_turn:
+                if my_turn and not self._engine.has_work():
+                    return
+                if my_turn:
+                    self._step()
+            while mine:
+                output = mine.popleft()
                 answers -= output.finish_reason is not None
                 yield output
-            if not answers or not self._engine.has_work():
-                return
-            self._step()
-
-    def _pop_outputs(self, name: str) -> list[TokenOutput]:
-        outputs, self._outputs[name] = self._outputs[name], deque()
-        return list(outputs)
 
     def _step(self) -> None:
-        self._abort()
+        """In this thread's turn."""
+        while self._left:
+            self._engine.abort(self._left.popleft())
         for output in self._engine.step():
-            if output.id in self._outputs:
-                self._outputs[output.id].append(output)
+            outputs = self._outputs.get(output.id)
+            if outputs is not None:
+                outputs.append(output)
 
     def end(self, names: list[str]) -> None:
         """Nobody waits for them any more. Nothing else happens here: a stream may be dropped in the midst of a step."""
@@ -71,9 +79,5 @@ class Calls:
     def flush(self) -> None:
         """Frees what ended requests hold."""
         if self._left:
-            self._step()
-
-    def _abort(self) -> None:
-        left, self._left = self._left, []
-        for name in left:
-            self._engine.abort(name)
+            with self._turns.adding():
+                self._step()

@@ -1,0 +1,125 @@
+"""`tandem.LLM` called by several threads: each gets its own answers, and requests of all run in the same steps."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from fake_model import FakeModel, fake_engine, greedy_reference
+from quiet_clock import PATIENCE
+from tandem import LLM, SamplingParams
+from tandem.engine.offline.turns import Turns
+from tandem.errors import RequestError
+
+THREADS = 8
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens)
+
+
+class GatedModel(FakeModel):
+    """Counts threads that are in it at once, and rows of its widest batch; its first batch waits for `gate`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads, self.most_threads, self.most_rows = 0, 0, 0
+        self.begun, self.gate = threading.Event(), threading.Event()
+        self.gate.set()
+
+    def forward(self, batch, kv):
+        self.threads += 1
+        self.most_threads = max(self.most_threads, self.threads)
+        self.most_rows = max(self.most_rows, len(batch.logits_rows))
+        self.begun.set()
+        assert self.gate.wait(PATIENCE)
+        try:
+            return super().forward(batch, kv)
+        finally:
+            self.threads -= 1
+
+
+@pytest.fixture
+def hasty_threads() -> Iterator[None]:
+    """Threads take turns after a microsecond: what they must not share is soon broken."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def in_threads(work: Callable[[int], object]) -> list:
+    with ThreadPoolExecutor(THREADS) as pool:
+        return [each.result(PATIENCE) for each in [pool.submit(work, i) for i in range(THREADS)]]
+
+
+def test_threads_get_their_own_answers(hasty_threads) -> None:
+    model = GatedModel()
+    llm = LLM.from_engine(fake_engine(model))
+
+    def work(i: int) -> None:
+        for length in range(1, 12):
+            prompts = [[2 + i, 3, length], [2 + i, 4]]
+            whole = llm.generate(prompts, greedy(length), progress=False)
+            assert [one.token_ids for one in whole] == [greedy_reference(p, length) for p in prompts]
+            pieces = llm.generate(prompts[0], greedy(length), stream=True)
+            assert [token for piece in pieces for token in piece.token_ids] == whole[0].token_ids
+            dropped = llm.generate(prompts[1], greedy(40), stream=True)
+            next(dropped)
+            del dropped
+            with pytest.raises(RequestError):
+                llm.generate([[2], []], greedy(1), progress=False)
+
+    in_threads(work)
+    llm.generate([2, 3], greedy(1), progress=False)  # ends what was dropped
+    assert model.most_threads == 1 and not llm.engine.has_work() and llm.engine.stats().running == 0
+
+
+def test_requests_of_all_threads_run_in_the_same_steps() -> None:
+    model = GatedModel()
+    llm = LLM.from_engine(fake_engine(model))
+    model.gate.clear()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(llm.generate, [[2, 3]], greedy(20), progress=False)
+        assert model.begun.wait(PATIENCE)
+        second = pool.submit(llm.generate, [[4, 5]], greedy(20), progress=False)
+        while not llm._calls._turns._adding:  # it waits for the step, and needs this one to end
+            time.sleep(0.001)
+        model.gate.set()
+        assert first.result(PATIENCE)[0].token_ids == greedy_reference([2, 3], 20)
+        assert second.result(PATIENCE)[0].token_ids == greedy_reference([4, 5], 20)
+    assert model.most_rows == 2
+
+
+def test_a_thread_whose_outputs_have_come_does_not_wait_for_a_turn() -> None:
+    turns, came, asked = Turns(), threading.Event(), threading.Event()
+
+    def wanted() -> bool:
+        asked.set()
+        return came.is_set()
+
+    def other() -> bool:
+        with turns.stepping(unless=wanted) as mine:
+            return mine
+
+    with ThreadPoolExecutor(1) as pool:
+        with turns.adding():
+            result = pool.submit(other)
+            assert asked.wait(PATIENCE)
+            came.set()
+        assert result.result(PATIENCE) is False
+    with turns.stepping(unless=lambda: False) as mine:
+        assert mine
+
+
+def test_a_turn_is_given_back_after_an_error() -> None:
+    turns = Turns()
+    with pytest.raises(ValueError, match="lost"), turns.adding():
+        raise ValueError("lost")
+    with turns.stepping(unless=lambda: False) as mine:
+        assert mine
