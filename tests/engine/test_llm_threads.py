@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
 
 import pytest
 
-from fake_model import FakeModel, fake_engine, greedy_reference
+from fake_model import FakeModel, check_pages, fake_engine, greedy_reference
 from quiet_clock import PATIENCE
 from tandem import LLM, SamplingParams
 from tandem.engine.offline.turns import Turns
@@ -123,3 +126,59 @@ def test_a_turn_is_given_back_after_an_error() -> None:
         raise ValueError("lost")
     with turns.stepping(unless=lambda: False) as mine:
         assert mine
+
+
+# --- Ctrl+C
+
+
+class Interrupted:
+    """A profile function: raises SIGINT at the `at`-th call of a function of the engine, or of what belongs to it. Not
+    where Python closes a generator: it ignores what is raised there."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __call__(self, frame: FrameType, event: str, _argument: object) -> None:
+        code = frame.f_code
+        if event == "call" and "/tandem/engine/" in code.co_filename and code.co_name != "<genexpr>":
+            self.left -= 1
+            if self.left == 0:
+                signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_at_any_call_leaves_the_engine_usable() -> None:
+    model = GatedModel()
+    llm = LLM.from_engine(fake_engine(model))
+    prompts, expected = [[2, 3], [4, 5, 6]], [greedy_reference(p, 5) for p in ([2, 3], [4, 5, 6])]
+    interrupts = 0
+    for at in itertools.count(1):
+        profile = Interrupted(at)
+        sys.setprofile(profile)
+        try:
+            llm.generate(prompts, greedy(5), progress=False)
+        except KeyboardInterrupt:
+            interrupts += 1
+        finally:
+            sys.setprofile(None)
+        assert [one.token_ids for one in llm.generate(prompts, greedy(5), progress=False)] == expected
+        check_pages(llm.engine)
+        if profile.left > 0:
+            break
+    assert interrupts == at - 1 > 100
+
+
+def test_an_interrupt_ends_the_requests_and_the_next_call_works() -> None:
+    llm = LLM.from_engine(fake_engine(model := GatedModel()))
+    forward = model.forward
+
+    def interrupted(batch, kv):
+        signal.raise_signal(signal.SIGINT)
+        return forward(batch, kv)
+
+    model.forward = interrupted
+    for stream in (False, True):
+        with pytest.raises(KeyboardInterrupt):
+            list(llm.generate([[2, 3], [4]], greedy(9), stream=stream))
+    model.forward = forward
+    assert llm.generate([2, 3], greedy(6))[0].token_ids == greedy_reference([2, 3], 6)
+    assert not llm.engine.has_work() and llm.engine.stats().running == 0

@@ -1,4 +1,4 @@
-"""`Calls`: the requests of `tandem.LLM`'s calls. Several streams may be read in turn, and several threads may call; each
+"""`Calls`: the requests of `tandem.LLM`'s calls. Several streams may be read in turn, and several threads may call. Each
 gets its own outputs. Whoever waits for some steps the engine, for all."""
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ class Calls:
         left."""
         names: list[str] = []
         outputs: deque[TokenOutput] = deque()
-        with self._turns.adding():
-            for prompt_ids, one, spans in zip(ids, params, images or [()] * len(ids), strict=True):
-                self._requests += 1
-                names.append(str(self._requests))
-                self._outputs[names[-1]] = outputs
-                try:
+        try:
+            with self._turns.adding():
+                for prompt_ids, one, spans in zip(ids, params, images or [()] * len(ids), strict=True):
+                    self._requests += 1
+                    names.append(str(self._requests))
+                    self._outputs[names[-1]] = outputs
                     self._add(GenerateRequest(id=names[-1], prompt_ids=prompt_ids, sampling=one, images=spans))
-                except BaseException:
-                    self.end(names)
-                    self._step()
-                    raise
+        except BaseException:  # also Ctrl+C, which waits until all are added
+            self.end(names)
+            self.flush()
+            raise
         return names
 
     def _add(self, request: GenerateRequest) -> None:

@@ -1,12 +1,14 @@
-"""`Turns`: threads use an engine one after the other, which is not thread-safe itself."""
+"""`Turns`: threads use an engine one after the other, which is not thread-safe itself. Ctrl+C waits for a turn."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Condition
+from threading import Condition, get_ident
 
 import torch
+
+from tandem.process.held_signals import held_signals
 
 
 class Turns:
@@ -16,42 +18,58 @@ class Turns:
 
     def __init__(self) -> None:
         self._changed = Condition()
-        self._taken = False
+        self._owner: int | None = None  # thread whose turn it is
         self._adding = 0  # threads that wait to add
         self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     @contextmanager
     def adding(self) -> Iterator[None]:
-        with self._changed:
-            self._adding += 1
-            try:
-                while self._taken:
-                    self._changed.wait()
-                self._taken = True
-            finally:
-                self._adding -= 1
-        with self._turn():
+        with self._turn(self._take_to_add):
             yield
 
     @contextmanager
     def stepping(self, unless: Callable[[], bool]) -> Iterator[bool]:
         """False: `unless` came true before it was this thread's turn, since another one has stepped."""
+        with self._turn(lambda: self._take_to_step(unless)) as taken:
+            yield taken
+
+    def _take_to_add(self) -> bool:
         with self._changed:
-            while (wanted := not unless()) and (self._taken or self._adding):
+            self._adding += 1
+            try:
+                while self._owner is not None:
+                    self._changed.wait()
+                self._owner = get_ident()
+            finally:
+                self._adding -= 1
+        return True
+
+    def _take_to_step(self, unless: Callable[[], bool]) -> bool:
+        with self._changed:
+            while not unless():
+                if self._owner is None and not self._adding:
+                    self._owner = get_ident()
+                    return True
                 self._changed.wait()
-            self._taken = self._taken or wanted
-        if not wanted:
-            yield False
-            return
-        with self._turn():
-            yield True
+        return False
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _turn(self, take: Callable[[], bool]) -> Iterator[bool]:
         try:
-            with torch.cuda.stream(self._stream):
-                yield
+            if not take():
+                yield False
+                return
+            with held_signals():
+                try:
+                    with torch.cuda.stream(self._stream):
+                        yield True
+                finally:
+                    self._give_back()
         finally:
+            self._give_back()  # where Ctrl+C came before it was held
+
+    def _give_back(self) -> None:
+        if self._owner == get_ident():
             with self._changed:
-                self._taken = False
+                self._owner = None
                 self._changed.notify_all()

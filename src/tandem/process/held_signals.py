@@ -1,0 +1,55 @@
+"""`held_signals`: what must not be left half done, such as a step of an engine, ends before a signal's handler runs."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+"""Signals whose handlers raise: Ctrl+C, and what programs bound their seconds with."""
+
+
+class _Held:
+    """Stands for a handler. The second signal does not wait: what the first one waits for may never end."""
+
+    def __init__(self, number: signal.Signals, handler: Callable[[int, FrameType | None], Any]) -> None:
+        self._number, self._handler = number, handler
+        self._came = False
+
+    def take(self) -> None:
+        signal.signal(self._number, self)
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self._came:
+            self._handler(number, frame)
+        self._came = True
+
+    def give_back(self) -> None:
+        signal.signal(self._number, self._handler)
+
+    def run(self) -> None:
+        if self._came:
+            self._handler(self._number, None)
+
+
+@contextmanager
+def held_signals() -> Iterator[None]:
+    """Only the main thread runs handlers, so nothing changes in others. Handlers that are not Python's are not held."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = [(number, signal.getsignal(number)) for number in HELD]
+    held = [_Held(number, handler) for number, handler in handlers if callable(handler)]
+    try:
+        for each in held:
+            each.take()
+        yield
+    finally:
+        for each in held:
+            each.give_back()
+        for each in held:
+            each.run()
