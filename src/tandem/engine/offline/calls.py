@@ -1,5 +1,5 @@
-"""`Calls`: the requests of `tandem.LLM`'s calls. Several streams may be read in turn, and several threads may call. Each
-gets its own outputs. Whoever waits for some steps the engine, for all."""
+"""`Calls`: the requests of `tandem.LLM`'s calls. Several streams may be read in turn, and several threads may call.
+Each gets its own outputs. Whoever waits for some steps the engine, for all."""
 
 from __future__ import annotations
 
