@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from tandem.bench.architectures import NAMES
+from tandem.bench.idle_flags import check_decode, check_explained, check_serve
 from tandem.cli.other_names import CommandGroup
 from tandem.errors import ConfigError
 from tandem.planner.choices.speculation import check_algorithm, default_draft_tokens
@@ -87,6 +88,7 @@ def explain_steps() -> ModuleType:
 
 @bench.command()
 def kernels(
+    given: typer.Context,
     shape: Annotated[
         list[str] | None, typer.Option(help="demo, q3, ds3 or HIDDENxWIDTHxEXPERTSxTOPK (default: demo)")
     ] = None,
@@ -114,6 +116,7 @@ def kernels(
 
     Options for lists can be repeated. Example: kt bench kernels --format bf16 --format int4 --out kernels.json
     """
+    check_explained(given)
     from tandem.bench.kernels import run as measured
 
     shared: dict[str, Any] = {
@@ -137,6 +140,7 @@ def _check_int8_activations(beside_others: bool) -> None:
 
 @bench.command()
 def decode(
+    given: typer.Context,
     model: Annotated[str, typer.Argument(help="model directory, GGUF file, or demo")] = "demo",
     fmt: DecodeFormats = None,
     batch: DecodeBatches = None,
@@ -168,6 +172,7 @@ def decode(
     if acceptance is not None and speculative is None:
         raise ConfigError("--acceptance says nothing alone: give --speculative NGRAM, too")
     _check_int8_activations(kt_int8_activations and bool(config or speculative or explain))
+    check_decode(given)
     if explain:
         explain_steps().decode(config, fmt, gpu_share, batch, layers)
         return
@@ -197,6 +202,7 @@ def decode(
 
 @bench.command()
 def prefill(
+    given: typer.Context,
     config: Annotated[str, typer.Option(help="dimensions, with made-up weights: " + NAMES)] = "qwen3-30b-a3b",
     fmt: Annotated[
         list[str] | None, typer.Option("--format", help="of experts: BF16, INT8, INT4, FP8, MXFP4 (default: INT4)")
@@ -224,6 +230,7 @@ def prefill(
 
     Example: kt bench prefill --gpu-share 0 --tokens 2048 --out prefill.json
     """
+    check_explained(given)
     if explain:
         explain_steps().prefill(config, fmt, gpu_share, tokens, layers)
         return
@@ -236,6 +243,7 @@ def prefill(
 
 @bench.command()
 def serve(
+    given: typer.Context,
     model: Annotated[str, typer.Argument(help="model directory, GGUF file, or demo, served for the time")] = "demo",
     url: Annotated[
         str | None,
@@ -273,6 +281,7 @@ def serve(
 
     Example: kt bench serve demo --long-prompt 4000 --plot gaps.png
     """
+    check_serve(given)
     from tandem.flags import env
 
     flags = tuple(word for text in flag or () for word in shlex.split(text))
