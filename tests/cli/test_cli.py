@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from tandem import __version__
+from tandem.cli import stats_plot
 from tandem.cli.app import app, run
 from tandem.cli.other_names import Commands, ModelCommands, flowing
 from tandem.cli.serve import tell_at_once
@@ -193,14 +195,21 @@ def test_other_programs_names_are_of_no_command_of_ours_and_of_commands_that_exi
 
 
 def test_files_that_cannot_be_written_are_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.save({"logical_count": torch.ones(1, 3, 8)}, tmp_path / "counts.pt")
-    with pytest.raises(SystemExit) as left:
-        run(["stats", str(tmp_path / "counts.pt"), "--png", str(tmp_path)])
-    shown = capsys.readouterr().err
-    assert left.value.code == 1
-    assert shown == f"error: {tmp_path}: Is a directory\n"
+    counts, picture = tmp_path / "counts.pt", tmp_path / "picture.png"
+    torch.save({"logical_count": torch.ones(1, 3, 8)}, counts)
+
+    def no_space(path: Path, *_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(stats_plot, "draw", no_space)
+    folder, full = f"--png {tmp_path} is a folder: give a file", f"{picture}: No space left on device"
+    for png, status, message in ((tmp_path, 2, folder), (picture, 1, full)):
+        with pytest.raises(SystemExit) as left:
+            run(["stats", str(counts), "--png", str(png)])
+        assert left.value.code == status
+        assert capsys.readouterr().err == f"error: {message}\n"
 
 
 @pytest.mark.parametrize("module", ["tandem.launch_server", "tandem serve", "tandem.cli serve"])

@@ -29,7 +29,7 @@ def draw_roofline(path: Path, ceilings: dict[str, Ceilings], results: list[Resul
     axes.set(xscale="log", yscale="log", xlabel="operations per byte of weights read", ylabel="TFLOPS")
     axes.legend(fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    figure.savefig(path, dpi=120, bbox_inches="tight", format="png")
     pyplot.close(figure)
 
 

@@ -11,9 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from tandem.bench.architectures import NAMES
-from tandem.bench.idle_flags import check_decode, check_explained, check_serve
 from tandem.cli.other_names import CommandGroup
 from tandem.errors import ConfigError
+from tandem.flags.idle_in_bench import check_decode, check_explained, check_serve
+from tandem.flags.output_files import output_file, output_place
 from tandem.planner.choices.speculation import check_algorithm, default_draft_tokens
 
 KERNEL_FORMATS = (
@@ -41,7 +42,14 @@ GpuShare = Annotated[
 ]
 Lengths = Annotated[int, typer.Option(min=1, help="tokens, on average")]
 Layers = Annotated[int | None, typer.Option(min=1, help="first layers only, with --config")]
-Out = Annotated[Path | None, typer.Option(help="write the rows as JSON; a directory keeps them by machine and bench")]
+Out = Annotated[
+    Path | None,
+    typer.Option(help="write the rows as JSON; a directory keeps them by machine and bench", callback=output_place),
+]
+Plot = Annotated[Path | None, typer.Option(help="draw as PNG (needs matplotlib)", callback=output_file)]
+LongPlot = Annotated[
+    Path | None, typer.Option(help="with --long-prompt: draw as PNG (matplotlib)", callback=output_file)
+]
 Context = Annotated[int, typer.Option(min=1, help="tokens of every sequence, with --config")]
 
 DecodeFormats = Annotated[
@@ -88,7 +96,7 @@ def explain_steps() -> ModuleType:
 
 @bench.command()
 def kernels(
-    given: typer.Context,
+    invocation: typer.Context,
     shape: Annotated[
         list[str] | None, typer.Option(help="demo, q3, ds3 or HIDDENxWIDTHxEXPERTSxTOPK (default: demo)")
     ] = None,
@@ -110,13 +118,13 @@ def kernels(
         int | None, typer.Option(min=1, help="distinct weights (default: 4 x the last-level cache)")
     ] = None,
     out: Out = None,
-    plot: Annotated[Path | None, typer.Option(help="draw the roofline as PNG (needs matplotlib)")] = None,
+    plot: Plot = None,
 ) -> None:
     """Measure the expert kernels against this machine's ceilings, and against PyTorch.
 
     Options for lists can be repeated. Example: kt bench kernels --format bf16 --format int4 --out kernels.json
     """
-    check_explained(given)
+    check_explained(invocation)
     from tandem.bench.kernels import run as measured
 
     shared: dict[str, Any] = {
@@ -140,7 +148,7 @@ def _check_int8_activations(beside_others: bool) -> None:
 
 @bench.command()
 def decode(
-    given: typer.Context,
+    invocation: typer.Context,
     model: Annotated[str, typer.Argument(help="model directory, GGUF file, or demo")] = "demo",
     fmt: DecodeFormats = None,
     batch: DecodeBatches = None,
@@ -172,7 +180,7 @@ def decode(
     if acceptance is not None and speculative is None:
         raise ConfigError("--acceptance says nothing alone: give --speculative NGRAM, too")
     _check_int8_activations(kt_int8_activations and bool(config or speculative or explain))
-    check_decode(given)
+    check_decode(invocation)
     if explain:
         explain_steps().decode(config, fmt, gpu_share, batch, layers)
         return
@@ -202,7 +210,7 @@ def decode(
 
 @bench.command()
 def prefill(
-    given: typer.Context,
+    invocation: typer.Context,
     config: Annotated[str, typer.Option(help="dimensions, with made-up weights: " + NAMES)] = "qwen3-30b-a3b",
     fmt: Annotated[
         list[str] | None, typer.Option("--format", help="of experts: BF16, INT8, INT4, FP8, MXFP4 (default: INT4)")
@@ -224,13 +232,13 @@ def prefill(
         typer.Option(help="experts in CPU memory: auto (default), cpu or bus alone, live (they move); several in turn"),
     ] = None,
     explain: ExplainSteps = False,
-    out: Annotated[Path | None, typer.Option(help="write the rows as JSON")] = None,
+    out: Annotated[Path | None, typer.Option(help="write the rows as JSON", callback=output_place)] = None,
 ) -> None:
     """Measure prompts on a GPU against what bus, CPU and GPU allow together.
 
     Example: kt bench prefill --gpu-share 0 --tokens 2048 --out prefill.json
     """
-    check_explained(given)
+    check_explained(invocation)
     if explain:
         explain_steps().prefill(config, fmt, gpu_share, tokens, layers)
         return
@@ -243,7 +251,7 @@ def prefill(
 
 @bench.command()
 def serve(
-    given: typer.Context,
+    invocation: typer.Context,
     model: Annotated[str, typer.Argument(help="model directory, GGUF file, or demo, served for the time")] = "demo",
     url: Annotated[
         str | None,
@@ -273,7 +281,7 @@ def serve(
     config: MadeUp = None,
     layers: Layers = None,
     out: Out = None,
-    plot: Annotated[Path | None, typer.Option(help="with --long-prompt: draw as PNG (matplotlib)")] = None,
+    plot: LongPlot = None,
 ) -> None:
     """Measure a server under load: throughput, time to the first token, time per token.
 
@@ -281,7 +289,7 @@ def serve(
 
     Example: kt bench serve demo --long-prompt 4000 --plot gaps.png
     """
-    check_serve(given)
+    check_serve(invocation)
     from tandem.flags import env
 
     flags = tuple(word for text in flag or () for word in shlex.split(text))
@@ -339,7 +347,7 @@ def experts(
         float | None, typer.Option(min=0, help="cost model: a GPU step without experts (default: estimated)")
     ] = None,
     out: Out = None,
-    plot: Annotated[Path | None, typer.Option(help="draw as PNG (needs matplotlib)")] = None,
+    plot: Plot = None,
 ) -> None:
     """Compare where experts live: tokens per second by share on the GPU and by strategy.
 
@@ -361,7 +369,7 @@ def experts(
 )
 def report(
     context: typer.Context,
-    out: Annotated[Path, typer.Option(help="the file")] = Path("tandem-report.json"),
+    out: Annotated[Path, typer.Option(help="the file", callback=output_file)] = Path("tandem-report.json"),
 ) -> None:
     """Write one JSON to send with a question: this machine, the plan for MODEL (default: demo), predicted and measured
     speeds. Flags of kt serve are taken; no user, host or path is named.
@@ -371,11 +379,8 @@ def report(
     from tandem.bench.report import lines, write
     from tandem.flags.engine_config import EngineConfig
 
-    argv = (
-        context.args
-        if any(not word.startswith("-") for word in context.args[:1])
-        else ["demo", *context.args]
-    )
+    named = any(not word.startswith("-") for word in context.args[:1])
+    argv = context.args if named else ["demo", *context.args]
     for line in lines(write(EngineConfig.from_args(argv), out)):
         typer.echo(line)
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tandem.flags.idle import refuse_idle
+
 if TYPE_CHECKING:
     from tandem.convert.layout import Layout
     from tandem.quality.text import Windows
@@ -41,6 +43,7 @@ ThreadpoolCount = Annotated[int, typer.Option(hidden=True)]
 
 
 def convert(
+    invocation: typer.Context,
     model: Annotated[str | None, typer.Argument(help="Model directory, or 'demo'.")] = None,
     out: Annotated[Path | None, typer.Argument(help="New directory, or one to be finished.")] = None,
     method: Method = "INT4",
@@ -69,6 +72,8 @@ def convert(
     from tandem.convert.methods import usual_name
     from tandem.errors import ConfigError
 
+    method = usual_name(quant_method or method)
+    _refuse_unread(invocation, method)
     source = _one(model, input_path, "MODEL", "--input-path")
     target = Path(_one(out, output, "OUT", "--output"))
     directory, workers = _directory(source), cpuinfer_threads or workers
@@ -78,7 +83,7 @@ def convert(
         typer.echo(f"note: {line}", err=True)
     cores = len(os.sched_getaffinity(0))
     wish = Conversion(
-        directory, target, usual_name(quant_method or method), group, input_type.lower(), dense,
+        directory, target, method, group, input_type.lower(), dense,
         not no_merge_safetensor, int(max_shard_gb * 1e9), min(workers, cores),
         _windows(directory, calibrate, calibrate_tokens),
     )  # fmt: skip
@@ -86,6 +91,14 @@ def convert(
     typer.echo(
         f"{target}: {len(layout.converted)} matrices as {wish.method}, {layout.output_bytes / 1e9:.2f} GB"
     )
+
+
+def _refuse_unread(invocation: typer.Context, method: str) -> None:
+    """Raises ConfigError for flags that change nothing."""
+    if method not in ("INT4", "INT8"):
+        refuse_idle(invocation, {"group"}, f"with --method {method}")
+    if invocation.params["calibrate"] is None:
+        refuse_idle(invocation, {"calibrate_tokens"}, "without --calibrate")
 
 
 def _one(word: object, flag: object, name: str, spelling: str) -> str:
@@ -131,7 +144,7 @@ def _windows(model: Path, text: Path | None, tokens: int) -> Windows | None:
     from tandem.text.tokenizer import Tokenizer
 
     window = min(WINDOW, load_model_config(model).max_positions)
-    return cut(Tokenizer.load(model), read_text(text), window, tokens)
+    return cut(Tokenizer.load(model), read_text(text, "--calibrate"), window, tokens)
 
 
 def run_shown(wish: object) -> Layout:

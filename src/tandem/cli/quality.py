@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from tandem.flags.output_files import output_file
+
 Methods = Annotated[
     list[str] | None,
     typer.Option("--format", "--kt-method", help="expert format (default: INT8 and INT4)"),
@@ -40,7 +42,7 @@ def quality(
     method: Methods = None,
     reference: Annotated[str | None, typer.Option(help="checkpoint to compare with (default: MODEL)")] = None,
     reference_logits: Annotated[Path | None, typer.Option(help="compare with logits saved before")] = None,
-    save_logits: Annotated[Path | None, typer.Option(help="save the reference's logits")] = None,
+    save_logits: Annotated[Path | None, typer.Option(help="save the reference's logits", callback=output_file)] = None,
     keep: Annotated[int, typer.Option(min=0, help="logits saved per token, the largest; 0: all")] = 1024,
     text: Annotated[Path | None, typer.Option(help="UTF-8 text (default: one that Tandem has)")] = None,
     tokens: Annotated[int, typer.Option(min=2, help="how many tokens of the text")] = 4096,
@@ -57,8 +59,8 @@ def quality(
     kt_cpuinfer: Annotated[
         int | None, typer.Option(min=1, help="worker threads (default: physical cores)")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="write the result as JSON")] = None,
-    plot: Annotated[Path | None, typer.Option(help="draw errors by layer as PNG")] = None,
+    out: Annotated[Path | None, typer.Option(help="write the result as JSON", callback=output_file)] = None,
+    plot: Annotated[Path | None, typer.Option(help="draw errors by layer as PNG", callback=output_file)] = None,
 ) -> None:
     """Perplexity and KL divergence of a format, checkpoint or placement, on a text, against a reference.
 

@@ -7,13 +7,15 @@ from typing import Annotated
 
 import typer
 
+from tandem.flags.output_files import output_file
+
 
 def stats(
     file: Annotated[
         Path, typer.Argument(help="what /dump_expert_distribution_record wrote, here or in SGLang")
     ],
     png: Annotated[
-        Path | None, typer.Option(help="draw heat map and curve as PNG (needs matplotlib)")
+        Path | None, typer.Option(help="draw heat map and curve as PNG (needs matplotlib)", callback=output_file)
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="print JSON, for programs")] = False,
 ) -> None:

@@ -19,9 +19,13 @@ RECORD = "conversion.json"
 
 @contextmanager
 def only_one(out: Path) -> Iterator[None]:
-    """Holds the directory `out` for this process; ConfigError when another conversion is writing there. The lock dies
-    with its process."""
-    out.mkdir(parents=True, exist_ok=True)
+    """Holds the directory `out` for this process; ConfigError when another conversion is writing there, or it cannot be
+    made. The lock dies with its process."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = "it is no folder" if out.exists() else error.strerror
+        raise ConfigError(f"{out} cannot be made ({reason}): give another directory") from error
     directory = os.open(out, os.O_RDONLY)
     try:
         fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -8,21 +8,21 @@ from typing import Any
 from tandem.errors import ConfigError
 
 
-def refuse_idle(context: Any, used: Set[str], way: str) -> None:
-    """Raises ConfigError that names them, where the user gave some. context: Typer's, of the command. used: names of
-    the parameters that are read. way: how the command is run, as `without --config`."""
-    idle = idle_flags(context, used)
+def refuse_idle(context: Any, unread: Set[str], way: str) -> None:
+    """Raises ConfigError that names them, where the user gave some. context: Typer's, of the command. unread: names of
+    its parameters. way: how the command is run, as `without --config`."""
+    idle = given_flags(context, unread)
     if idle:
         them = ("s", "it") if len(idle) == 1 else ("", "them")
         raise ConfigError(f"{', '.join(idle)} change{them[0]} nothing {way}: leave {them[1]} out")
 
 
-def idle_flags(context: Any, used: Set[str]) -> list[str]:
-    """As they are typed; an argument by its name in capitals."""
+def given_flags(context: Any, names: Set[str]) -> list[str]:
+    """Those of these parameters that were given, as they are typed; an argument by its name in capitals."""
     return [
         _spelt(each, context.params[each.name])
         for each in context.command.params
-        if each.name not in used and context.get_parameter_source(each.name).name == "COMMANDLINE"
+        if each.name in names and context.get_parameter_source(each.name).name == "COMMANDLINE"
     ]
 
 

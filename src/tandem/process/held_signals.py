@@ -18,21 +18,21 @@ class _Held:
 
     def __init__(self, number: signal.Signals, handler: Callable[[int, FrameType | None], Any]) -> None:
         self._number, self._handler = number, handler
-        self._came = False
+        self._pending = False
 
     def take(self) -> None:
         signal.signal(self._number, self)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self._came:
+        if self._pending:
             self._handler(number, frame)
-        self._came = True
+        self._pending = True
 
     def give_back(self) -> None:
         signal.signal(self._number, self._handler)
 
     def run(self) -> None:
-        if self._came:
+        if self._pending:
             self._handler(self._number, None)
 
 

@@ -55,11 +55,13 @@ def default_text() -> str:
     return (files("tandem") / "data" / "quality.txt").read_text(encoding="utf-8")
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, flag: str = "--text") -> str:
+    """flag: what named the file. Raises ConfigError."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--text {path} cannot be read as UTF-8: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else f"it is no UTF-8 ({error})"
+        raise ConfigError(f"{flag} {path} cannot be read: {reason}") from error
 
 
 def cut(tokenizer: Tokenizer, text: str, window: int, limit: int) -> Windows:

@@ -30,8 +30,8 @@ class Turns:
     @contextmanager
     def stepping(self, unless: Callable[[], bool]) -> Iterator[bool]:
         """False: `unless` came true before it was this thread's turn, since another one has stepped."""
-        with self._turn(lambda: self._take_to_step(unless)) as taken:
-            yield taken
+        with self._turn(lambda: self._take_to_step(unless)) as is_turn:
+            yield is_turn
 
     def _take_to_add(self) -> bool:
         with self._changed:

@@ -44,15 +44,27 @@ def test_a_flag_of_another_way_to_bench_is_refused(line: str, message: str) -> N
     assert message in refusal(f"bench {line}")
 
 
-def test_flags_that_are_read_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--method FP8 --group 64", "--group changes nothing with --method FP8: leave it out"),
+        ("--quant-method mxfp4 --group 32", "--group changes nothing with --method MXFP4"),
+        ("--calibrate-tokens 5", "--calibrate-tokens changes nothing without --calibrate"),
+    ],
+)
+def test_a_flag_that_a_conversion_does_not_read_is_refused(flags: str, message: str) -> None:
+    assert message in refusal(f"convert model out {flags}")
+
+
+def test_flags_that_are_read_are_taken() -> None:
     done = CliRunner().invoke(app, shlex.split("bench kernels --explain --tier scalar --tokens 1 --format int4"))
     assert done.exit_code == 0 and "scalar" in done.output
 
 
 def test_each_name_that_is_refused_is_a_parameter() -> None:
-    from tandem.bench import idle_flags
+    from tandem.flags import idle_in_bench
 
     commands = {each.callback.__name__: each.callback for each in bench.registered_commands if each.callback}
     known = {name for each in ("kernels", "decode", "prefill", "serve") for name in commands[each].__annotations__}
-    groups = [value for name, value in vars(idle_flags).items() if re.fullmatch(r"_[A-Z_]+", name)]
+    groups = [value for name, value in vars(idle_in_bench).items() if re.fullmatch(r"_[A-Z_]+", name)]
     assert len(groups) == 8 and set().union(*groups) <= known
