@@ -11,10 +11,10 @@ from chat_models import chat_model, chat_tokenizer, prepare, prompt_of
 from own_templates import HARMONY, NAMES, PLAIN, own_template
 from tandem.errors import ConfigError, RequestError, TandemError
 from tandem.flags.engine_config import EngineConfig
+from tandem.server.chat.chat_flags import check_chat_flags
 from tandem.server.chat.conversation import Conversation, Message, Tool, ToolCall, ToolChoice
 from tandem.server.chat.formats.tool_format import tool_format
 from tandem.server.chat.formats.writing import write_calls
-from tandem.server.launch import check_chat_flags
 from tandem.text.chat_template import chat_template_text
 from tool_outputs import ARGUMENTS, NOW, OUTPUTS, WEATHER
 

@@ -76,10 +76,12 @@ def plan(
     from tandem.planner.forecast.compare import compare as compared
     from tandem.planner.forecast.machine_spec import MachineWish, assumed_text, wished_machine, wished_speeds
     from tandem.planner.forecast.report import ForecastSizes, report
+    from tandem.server.chat.chat_flags import check_chat_flags
 
     wish = MachineWish(gpu, ram, bandwidth, cpu, isa, pcie)
     _check_here(wish, verify)
     engine_config, refused = _config(context.args, config, one_gpu=verify)
+    check_chat_flags(engine_config)
     several, (model, stored) = _subjects(engine_config, config)  # before anything is measured: there may be none
     here = _this_machine()
     machine = wished_machine(wish, here)

@@ -47,17 +47,27 @@ def serve(context: typer.Context) -> None:
     if config.models is not None:
         return serve_several(config, plan_only="--plan-only" in own_flags)
     if "--plan-only" in own_flags:
-        from tandem.engine.start.planning import check_tokenizer, plan_of
-
-        show_plan(plan_of(config))
-        return check_tokenizer(config)
+        return show_plan_only(config)
     if not all_is_here(config):
+        from tandem.server.launch import check_start
+
+        check_start(config)
         prepare_in_a_child(argv)
     for notice in config.notices():
         print(f"note: {notice}", file=sys.stderr)
     from tandem.server.launch import serve as run_server
 
     raise typer.Exit(run_server(config))
+
+
+def show_plan_only(config: EngineConfig) -> None:
+    """Raises ConfigError, CheckpointError where a start would."""
+    from tandem.engine.start.planning import check_tokenizer, plan_of
+    from tandem.server.chat.chat_flags import check_chat_flags
+
+    check_chat_flags(config)
+    show_plan(plan_of(config))
+    check_tokenizer(config)
 
 
 def serve_several(config: EngineConfig, plan_only: bool) -> None:

@@ -23,13 +23,11 @@ from tandem.flags import env
 from tandem.flags.engine_config import EngineConfig
 from tandem.process.garbage import loaded_is_kept
 from tandem.server.app import create_app
-from tandem.server.chat.formats.reasoning_format import reasoning_format
-from tandem.server.chat.formats.tool_format import tool_format
-from tandem.server.guard.key import readable_by_others, with_key
+from tandem.server.chat.chat_flags import check_chat_flags
+from tandem.server.guard.key import check_key, readable_by_others, with_key
 from tandem.server.guard.protocol import GuardedProtocol
 from tandem.server.state import ServerState, TokenizerLoader
 from tandem.server.supervisor import REAL_ENGINE, EngineSupervisor
-from tandem.text.chat_template import ChatTemplate, chat_template_text
 from tandem.text.tokenizer import Tokenizer
 
 log = logging.getLogger("tandem.server")
@@ -66,14 +64,13 @@ def serve(
         return exit_status(error)
 
 
-def check_chat_flags(config: EngineConfig) -> None:
-    """Before a model is loaded for minutes. Raises ConfigError, CheckpointError."""
-    if config.tool_call_parser is not None:
-        tool_format(config.tool_call_parser)
-    if config.reasoning_parser is not None:
-        reasoning_format(config.reasoning_parser)
-    if config.chat_template is not None:
-        ChatTemplate(chat_template_text(config.chat_template))
+def check_start(config: EngineConfig) -> None:
+    """What a start refuses whatever the model is, before that is fetched for hours. Raises ConfigError,
+    CheckpointError."""
+    check_chat_flags(config)
+    check_key(config)
+    with listening(config):  # and let go: nobody should wait on the port meanwhile
+        pass
 
 
 def allow_many_files() -> None:

@@ -34,6 +34,13 @@ def with_key(config: EngineConfig) -> EngineConfig:
     return dataclasses.replace(config, api_key=key)
 
 
+def check_key(config: EngineConfig) -> None:
+    """As `with_key`, long before the start that takes the key. A pipe is left for that one: it can be read once."""
+    path = config.api_key_file
+    if path is None or not Path(path).is_fifo():
+        with_key(config)
+
+
 def _read(path: Path) -> str:
     """The only line of a file, of which a pipe or a secret's mount is one, too."""
     try:
