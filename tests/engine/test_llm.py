@@ -148,6 +148,18 @@ def test_flags_that_change_nothing_are_named(tmp_path) -> None:
         LLM(str(tmp_path), trust_remote_code=True)  # there is no model
 
 
+@pytest.mark.parametrize(
+    "keywords", [{"port": 3}, {"api_key": "k"}, {"reasoning_parser": "none"}, {"served_model_name": "m"}, {"uds": "s"}]
+)
+def test_flags_that_only_a_server_reads_are_named(tmp_path, keywords) -> None:
+    flag = "--" + next(iter(keywords)).replace("_", "-")
+    with (
+        pytest.warns(UserWarning, match=f"{flag} changes nothing in tandem.LLM: only a server reads it"),
+        pytest.raises(CheckpointError),
+    ):
+        LLM(str(tmp_path), **keywords)  # there is no model
+
+
 def test_progress_shows_on_a_terminal_only(monkeypatch, capsys) -> None:
     monkeypatch.setattr(progress, "SHOW_AFTER_SECONDS", 0.0)
     llm = LLM.from_engine(fake_engine())

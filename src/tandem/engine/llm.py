@@ -26,10 +26,13 @@ from tandem.engine.start.model_files import prepare
 from tandem.engine.start.progress import Progress
 from tandem.engine.start.sampling_defaults import sampling_defaults
 from tandem.engine.vision.spans import ImageSpan
-from tandem.flags.engine_config import EngineConfig
+from tandem.flags.engine_config import FLAGS, SERVER, EngineConfig
 from tandem.flags.ways import on_one_gpu
 from tandem.text import prompt as prompts
 from tandem.text.reasoning_format import begun_text, detect_reasoning_format
+
+_OF_ANSWERS = ("served_model_name", "tool_call_parser", "reasoning_parser")
+"""Flags of the model that say how a server presents its answers."""
 
 
 class LLM:
@@ -42,7 +45,7 @@ class LLM:
 
     def __init__(self, model: str, **flags: Any) -> None:
         config = on_one_gpu(EngineConfig.from_keywords(model, **flags))
-        for notice in config.notices():
+        for notice in [*config.notices(), *_server_notices(config)]:
             warnings.warn(notice, stacklevel=2)
         prepare(config)
         defaults = sampling_defaults(config, model_directory(config.model))
@@ -222,3 +225,9 @@ class LLM:
                 )  # fmt: skip
         finally:
             self._calls.end(names)
+
+
+def _server_notices(config: EngineConfig) -> list[str]:
+    """One line per flag that was given and that only a server reads."""
+    names = [f.name for f in FLAGS if f.group == SERVER or f.name in _OF_ANSWERS]
+    return [f"{flag} changes nothing in tandem.LLM: only a server reads it" for flag in config.given_flags(names)]
