@@ -33,6 +33,8 @@ from tandem.text.reasoning_format import begun_text, detect_reasoning_format
 
 _OF_ANSWERS = ("served_model_name", "tool_call_parser", "reasoning_parser")
 """Flags of the model that say how a server presents its answers."""
+_OF_ENGINES = ("sampling_defaults", "watchdog_timeout")
+"""Flags of the server that an engine reads, too."""
 
 
 class LLM:
@@ -229,5 +231,5 @@ class LLM:
 
 def _server_notices(config: EngineConfig) -> list[str]:
     """One line per flag that was given and that only a server reads."""
-    names = [f.name for f in FLAGS if f.group == SERVER or f.name in _OF_ANSWERS]
+    names = [f.name for f in FLAGS if (f.group == SERVER and f.name not in _OF_ENGINES) or f.name in _OF_ANSWERS]
     return [f"{flag} changes nothing in tandem.LLM: only a server reads it" for flag in config.given_flags(names)]
