@@ -646,7 +646,7 @@ def test_posts_are_answered_on_the_cpu_of_worker_0() -> None:
 
 
 def name_of(task: Path) -> str:
-    """Of a thread; others may end meanwhile."""
+    """The thread's name; empty where it has ended meanwhile."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return (task / "comm").read_text().strip()
     return ""
