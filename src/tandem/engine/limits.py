@@ -84,7 +84,7 @@ def answer_limit(request: GenerateRequest, context_length: int, cache_tokens: in
 
 def check_prompt_ids(prompt_ids: list[int], vocab_size: int) -> None:
     if prompt_ids and not 0 <= min(prompt_ids) <= max(prompt_ids) < vocab_size:
-        raise RequestError(f"prompt token ids must be within 0 and {vocab_size - 1}", "prompt")
+        raise RequestError(f"token ids must be within 0 and {vocab_size - 1}", "prompt")
 
 
 def _within(value: float, limits: Bounds) -> bool:

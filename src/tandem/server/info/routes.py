@@ -65,7 +65,8 @@ def _add_token_routes(router: APIRouter, state: ServerState) -> None:
         fields = await read_fields(http)
         state.prompts.check_length(fields.get("tokens"), "tokens")
         body, ignored = read_fields_as(fields, DetokenizeBody)
-        state.check_ids(body.tokens)
+        with named({"prompt": "tokens"}):
+            state.check_ids(body.tokens)
         text = await state.prompts.decode(body.tokens, bool(body.skip_special_tokens))
         return name_ignored(json_response(Text(text, text)), ignored)
 
