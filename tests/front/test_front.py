@@ -16,11 +16,13 @@ import pytest
 from fronts import Front, entry, events, front
 from supervision import until
 from tandem.errors import EngineError
+from tandem.flags.engine_config import EngineConfig
 from tandem.server import supervisor
 from tandem.server.front import proxy
 from tandem.server.front.app import FrontApp
 from tandem.server.front.child import Life
 from tandem.server.front.dialects import wish_of
+from tandem.server.front.launch import greeting
 from tandem.server.front.models_file import ModelsFile
 from tandem.server.front.room import Verdict
 from tandem.server.guard import half_closed
@@ -426,5 +428,34 @@ def test_a_client_that_leaves_lets_its_body_go():
             leaving.cancel()
             await until(lambda: at.models.named("a").in_flight == 0)
             assert (await at.chat("a", padding="x" * 6000)).status_code == 200
+
+    asyncio.run(scenario())
+
+
+def test_the_greeting_s_example_names_one_of_several_models():
+    config = EngineConfig(models="stubs")
+    several, one = greeting(config, ["a", "b"], 30000), greeting(config, ["a"], 30000)
+    assert "a, b are ready at" in several and """-d '{"model": "a", "messages": [""" in several
+    assert "a is ready at" in one and """-d '{"messages": [""" in one
+
+
+@pytest.mark.parametrize(
+    ("path", "advice"),
+    [
+        ("/chat/completions", "no such route; /v1/chat/completions is here"),
+        ("/v1/v1/messages", "no such route; /v1/messages is here"),
+        ("/v1/api/chat", "no such route; /api/chat is here"),
+        ("/completion", "no such route: /v1/completions is here"),
+        ("/v1/rerank", "no such route: this model writes text, and nothing else"),
+    ],
+)
+def test_a_misspelt_route_is_no_503_of_a_model_that_is_not_loaded(path: str, advice: str):
+    async def scenario():
+        async with front(*served("a", "b")) as at:
+            for body in ({}, {"model": "a"}):
+                answer = await at.client.post(path, json=body)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_route")
+                assert answer.json()["error"]["message"] == advice
+            assert at.models.loaded() == []
 
     asyncio.run(scenario())

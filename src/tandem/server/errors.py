@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import Scope
 
 from tandem.errors import BusyError, EngineError, RequestError, TandemError
-from tandem.server.info.other_routes import hint, is_known
+from tandem.server.info.other_routes import NO_ADVICE, hint, is_known
 from tandem.server.limits import RETRY_AFTER_SECONDS
 
 log = logging.getLogger("tandem.server")
@@ -140,7 +140,7 @@ def form_of(app: Any, path: str) -> Form:
 
 def _from_http(error: HTTPException, scope: Scope | None) -> ApiError:
     """Routing errors of Starlette."""
-    headers, no_route, status = error.headers, "no such route; /docs lists them", error.status_code
+    headers, no_route, status = error.headers, NO_ADVICE, error.status_code
     methods = "this route does not take this method"
     if status == 405 and scope is not None and is_known(scope["path"]) and "POST" not in _methods(scope):
         status = 404  # a route with a name in its path took it for one

@@ -20,6 +20,7 @@ from tandem.server.front.proxy import Proxy, pass_on
 from tandem.server.front.routes import FrontRoutes, asked_model
 from tandem.server.front.state import FrontState
 from tandem.server.guard.bodies import UnfinishedBodies
+from tandem.server.info.other_routes import NO_ADVICE, hint
 from tandem.server.ollama import errors as ollama_errors
 from tandem.server.ollama.keep_alive import keep_seconds
 
@@ -72,6 +73,7 @@ class FrontApp:
 
     async def _of_model(self, scope: Scope, receive: Receive, send: Send, name: str | None = None) -> None:
         path, request = scope["path"], Request(scope, receive)
+        _refuse_misspelt(path)
         body = await read_body(request) if scope["method"] == "POST" else b""
         wish = wish_of(body) if needs_model(path) or path in _OF_ALL else FrontFields()
         name = name or wish.model or asked_model(scope)
@@ -143,6 +145,14 @@ class FrontApp:
         else:
             response = json_response({"aborted": any(json.loads(data)["aborted"] for _, data in answers)})
         await response(scope, receive, send)
+
+
+def _refuse_misspelt(path: str) -> None:
+    """Raises ApiError 404 for a route of another server, or with one `/v1` too many or too few: the wait for a model
+    that is not loaded would be for nothing."""
+    advice = None if needs_model(path) else hint(path, needs_model)
+    if advice not in (None, NO_ADVICE):
+        raise ApiError(404, advice, code="unknown_route")
 
 
 async def _no_body() -> Any:

@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tandem.errors import ConfigError, TandemError, exit_status
@@ -140,7 +140,11 @@ class _FrontServer:
         while not self._http.started:
             await asyncio.sleep(_POLL_SECONDS)
         launch.tell_service_manager("READY=1")
-        names = ", ".join(child.name for child in self._models.all())
-        print(launch.greeting(self._config, names, launch.port_of(self._socket)), flush=True)
+        print(greeting(self._config, [c.name for c in self._models.all()], launch.port_of(self._socket)), flush=True)
+
+
+def greeting(config: EngineConfig, names: Sequence[str], port: int) -> str:
+    """As a server's. Where there are several models, its example names one."""
+    return launch.greeting(config, ", ".join(names), port, asked=names[0] if len(names) > 1 else None)
 
 

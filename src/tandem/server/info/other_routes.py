@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+NO_ADVICE = "no such route; /docs lists them"
 _ONLY_TEXT = "this model writes text, and nothing else"
 _OTHERS = {
     # llama.cpp's
@@ -44,4 +45,4 @@ def hint(path: str, is_route: Callable[[str], bool]) -> str:
     for other in (f"/v1{path}", without):
         if other != path and is_route(other):
             return f"no such route; {other} is here"
-    return "no such route; /docs lists them"
+    return NO_ADVICE
