@@ -76,12 +76,10 @@ def plan(
     from tandem.planner.forecast.compare import compare as compared
     from tandem.planner.forecast.machine_spec import MachineWish, assumed_text, wished_machine, wished_speeds
     from tandem.planner.forecast.report import ForecastSizes, report
-    from tandem.server.chat.chat_flags import check_chat_flags
 
     wish = MachineWish(gpu, ram, bandwidth, cpu, isa, pcie)
     _check_here(wish, verify)
     engine_config, refused = _config(context.args, config, one_gpu=verify)
-    check_chat_flags(engine_config)
     several, (model, stored) = _subjects(engine_config, config)  # before anything is measured: there may be none
     here = _this_machine()
     machine = wished_machine(wish, here)
@@ -114,14 +112,16 @@ def _verified(question: PlanQuestion, probe: MachineProbe, lengths: ForecastSize
 
 def _config(argv: list[str], named: str | None, one_gpu: bool) -> tuple[EngineConfig, tuple[str, ...]]:
     """The flags that can be met, and why the others cannot. one_gpu: unless they say how many. Raises ConfigError where
-    no model is named."""
+    no model is named, and for flags about chats that no model could meet."""
     from tandem.errors import ConfigError
     from tandem.flags.engine_config import EngineConfig
     from tandem.flags.ways import on_one_gpu
+    from tandem.server.chat.chat_flags import check_chat_flags
 
     engine_config, refused = EngineConfig.possible([*([] if named is None else [named]), *argv])
     if engine_config is None:
         raise ConfigError("no model is named; try kt plan DIRECTORY, or --config deepseek-v3", *refused[1:])
+    check_chat_flags(engine_config)
     return on_one_gpu(engine_config) if one_gpu else engine_config, refused
 
 

@@ -66,7 +66,7 @@ def serve(
 
 
 def check_start(config: EngineConfig) -> None:
-    """What a start refuses whatever the model is, before that is fetched for hours. Raises ConfigError,
+    """Flags that a start refuses whatever the model is, checked before that is fetched for hours. Raises ConfigError,
     CheckpointError."""
     check_chat_flags(config)
     check_key(config)

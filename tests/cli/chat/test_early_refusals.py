@@ -1,4 +1,4 @@
-"""What a start refuses whatever the model is: `kt serve` says it before it fetches a model, `kt plan` before a plan."""
+"""Refusals whatever the model is: `kt serve` says them before it fetches a model, `kt plan` before a plan."""
 
 from __future__ import annotations
 
