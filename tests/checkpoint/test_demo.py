@@ -6,6 +6,8 @@ import hashlib
 import json
 import os
 import resource
+import signal
+import tempfile
 from importlib.resources import files
 from pathlib import Path
 
@@ -160,6 +162,25 @@ def test_a_failed_build_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="no network"):
         demo.build_demo(tmp_path / "demo")
     assert [p.name for p in tmp_path.iterdir()] == [".demo.lock"]
+
+
+def test_an_interrupt_right_behind_the_scratch_directory_leaves_nothing(tmp_path, monkeypatch):
+    """The one moment in which nobody else knows of it yet."""
+    made = tempfile.mkdtemp
+
+    def interrupted(*arguments, **named) -> str:
+        path = made(*arguments, **named)
+        signal.raise_signal(signal.SIGINT)
+        return path
+
+    monkeypatch.setattr(tempfile, "mkdtemp", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            demo.build_demo(tmp_path / "demo")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert [path.name for path in tmp_path.iterdir()] == [".demo.lock"]
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("I/O error")])

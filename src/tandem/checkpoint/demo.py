@@ -26,6 +26,7 @@ from tandem.checkpoint.demo_weights import LAYERS, DemoWeights
 from tandem.checkpoint.mapped.shards import INDEX
 from tandem.errors import CheckpointError, ConfigError
 from tandem.hub.demo_check import known_whole, remember_whole, state_of
+from tandem.process.held_signals import held_signals
 
 Progress = Callable[[str, int, int], None]  # what is being done, how much of how much is done
 
@@ -53,12 +54,18 @@ def build_demo(out_dir: str | Path, progress: Progress | None = None) -> Path:
         with _locked(out.with_name(f".{out.name}.lock")):
             if not demo_is_whole(out):
                 _refuse_other_files(out)
-                with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
+                with _scratch_for(out) as scratch:
                     _build(Path(scratch), report)
                     _put_in_place(Path(scratch) / "model", out)
                 manifest = json.loads((out / MANIFEST).read_text(encoding="utf-8"))
                 remember_whole(out, state_of(out, manifest["files"]))
     return out
+
+
+def _scratch_for(out: Path) -> tempfile.TemporaryDirectory[str]:
+    """A directory beside `out`. Ctrl+C waits until Python knows that it has to remove it."""
+    with held_signals():
+        return tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-")
 
 
 @contextmanager
