@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -13,23 +13,32 @@ HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 """Signals whose handlers raise: Ctrl+C, and what programs bound their seconds with."""
 
 
-class _Held:
-    """Stands for a handler. The second signal does not wait: what the first one waits for may never end."""
+class _Hold:
+    ended = False
 
-    def __init__(self, number: signal.Signals, handler: Callable[[int, FrameType | None], Any]) -> None:
-        self._number, self._handler = number, handler
+
+class _Held:
+    """Stands for a handler. The second signal does not wait: what the first one waits for may never end. After the end
+    of `hold` none does: one that raises there may leave others of these in place."""
+
+    def __init__(self, hold: _Hold, number: signal.Signals, handler: Callable[[int, FrameType | None], Any]) -> None:
+        self._hold, self._number, self._handler = hold, number, handler
         self._pending = False
 
     def take(self) -> None:
         signal.signal(self._number, self)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self._pending:
+        if self._pending or self._hold.ended:
             self._handler(number, frame)
-        self._pending = True
+        else:
+            self._pending = True
 
     def give_back(self) -> None:
-        signal.signal(self._number, self._handler)
+        """Not over a handler that somebody has set meanwhile."""
+        current: object = signal.getsignal(self._number)
+        if current is self:
+            signal.signal(self._number, self._handler)
 
     def run(self) -> None:
         if self._pending:
@@ -42,14 +51,16 @@ def held_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = [(number, signal.getsignal(number)) for number in HELD]
-    held = [_Held(number, handler) for number, handler in handlers if callable(handler)]
+    hold, handlers = _Hold(), [(number, signal.getsignal(number)) for number in HELD]
+    held = [_Held(hold, number, handler) for number, handler in handlers if callable(handler)]
     try:
         for each in held:
             each.take()
         yield
     finally:
-        for each in held:
-            each.give_back()
-        for each in held:
-            each.run()
+        hold.ended = True
+        with ExitStack() as runs:
+            for each in reversed(held):
+                runs.callback(each.run)  # each of them, also where another raises
+            for each in held:
+                each.give_back()
