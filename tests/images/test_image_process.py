@@ -53,6 +53,17 @@ def test_most_tokens_bound_the_size(images):
     assert decoded.height * decoded.width <= 256 * 32 * 32
 
 
+def test_an_interrupt_leaves_no_answer_for_the_next_image(images, monkeypatch):
+    def interrupted(_of) -> bytes:
+        raise KeyboardInterrupt
+
+    expected = read(images, png(64, 320))
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(image_process, "receive_frame", interrupted)
+        read(images, png(640, 320))
+    assert read(images, png(64, 320)) == expected
+
+
 def test_an_error_names_the_field(images):
     with pytest.raises(RequestError, match=r"^messages\[0\]: the image is of no format") as caught:
         images.resized(b"no", "messages[0]", most_tokens=1024)

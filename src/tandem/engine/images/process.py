@@ -82,6 +82,9 @@ class ImageProcess:
                 if isinstance(error, TimeoutError) or code == -signal.SIGXCPU:
                     text = f"{where}: the image takes too long to decode; send a smaller one"
                     raise RequestError(text, where, TOO_LARGE) from error
+            except BaseException:  # Ctrl+C in tandem.LLM: the next image would have this one's answer
+                self._stop()
+                raise
         why = "the server is stopping" if self._closed else exit_reason(code)
         raise EngineError(f"{where}: the decoder of images ended twice ({why}); send this one as PNG")
 
