@@ -13,12 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 
 import pytest
+import torch
 
 from fake_model import FakeModel, check_pages, fake_engine, greedy_reference
 from quiet_clock import PATIENCE
 from tandem import LLM, SamplingParams
 from tandem.engine.offline.turns import Turns
-from tandem.errors import RequestError
+from tandem.errors import BusyError, EngineError, RequestError
 
 THREADS = 8
 
@@ -129,7 +130,89 @@ def test_a_turn_is_given_back_after_an_error() -> None:
         assert mine
 
 
+def test_a_model_on_the_cpu_asks_nothing_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: pytest.fail("this makes a context on a GPU"))
+    with Turns().adding():
+        pass
+
+
+def test_threads_get_their_answers_while_a_call_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, ended = LLM.from_engine(fake_engine()), threading.Event()
+    add = llm.engine.add
+
+    def busy_until_the_other_has_ended(request) -> None:
+        if request.prompt_ids == [4, 5] and not ended.is_set():
+            raise BusyError("wait")
+        add(request)
+
+    monkeypatch.setattr(llm.engine, "add", busy_until_the_other_has_ended)
+    with ThreadPoolExecutor(1) as pool:
+        first = llm.generate([2, 3], greedy(20), stream=True)
+        second = pool.submit(llm.generate, [4, 5], greedy(3), progress=False)
+        assert [t for piece in first for t in piece.token_ids] == greedy_reference([2, 3], 20)
+        ended.set()
+        assert second.result(PATIENCE)[0].token_ids == greedy_reference([4, 5], 3)
+
+
+def test_a_call_in_the_midst_of_its_own_step_is_refused() -> None:
+    llm = LLM.from_engine(fake_engine(model := GatedModel()))
+    forward = model.forward
+    model.forward = lambda *_: llm.generate([4], greedy(1), progress=False)
+    with pytest.raises(EngineError, match="in the midst of its own step"):
+        llm.generate([2, 3], greedy(2), progress=False)
+    model.forward = forward
+    assert llm.generate([2, 3], greedy(6), progress=False)[0].token_ids == greedy_reference([2, 3], 6)
+
+
 # --- Ctrl+C
+
+
+def test_who_let_an_adder_go_first_goes_on_where_that_one_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, mine, waits = Turns(), threading.Event(), threading.Event()
+    wait, changed = turns._changed.wait, turns._changed
+
+    def interrupted() -> None:
+        if threading.current_thread() is not threading.main_thread():
+            waits.set()
+            wait()
+            return
+        changed.release()
+        assert waits.wait(PATIENCE)
+        changed.acquire()
+        raise KeyboardInterrupt
+
+    def other() -> None:
+        with turns.adding():
+            mine.set()
+            while not turns._adding:
+                time.sleep(0.001)
+        with turns.stepping(unless=lambda: False):
+            pass
+
+    monkeypatch.setattr(changed, "wait", interrupted)
+    thread = threading.Thread(target=other, daemon=True)
+    thread.start()
+    assert mine.wait(PATIENCE)
+    with pytest.raises(KeyboardInterrupt), turns.adding():
+        pass
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
+def test_an_interrupt_ends_a_call_that_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM.from_engine(fake_engine())
+    asked = itertools.count()
+
+    def busy(_request) -> None:
+        if next(asked) == 1:
+            signal.raise_signal(signal.SIGINT)
+        raise BusyError("wait")
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(llm.engine, "add", busy)
+        llm.generate([2, 3], greedy(6), progress=False)
+    assert llm.generate([2, 3], greedy(6), progress=False)[0].token_ids == greedy_reference([2, 3], 6)
 
 
 class Interrupted:

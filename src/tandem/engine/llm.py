@@ -184,13 +184,13 @@ class LLM:
         progress: bool,
         images: Sequence[tuple[ImageSpan, ...]] = (),
     ) -> list[Generation]:
-        names = self._calls.begin(ids, params, images)
-        results = {
-            name: Generation(text, prompt_ids, [Completion() for _ in range(one.n)])
-            for name, text, prompt_ids, one in zip(names, texts, ids, params, strict=True)
-        }
         answers = sum(one.n for one in params)
+        names = self._calls.begin(ids, params, images)
         try:
+            results = {
+                name: Generation(text, prompt_ids, [Completion() for _ in range(one.n)])
+                for name, text, prompt_ids, one in zip(names, texts, ids, params, strict=True)
+            }
             with Progress(answers, shown=progress) as bar:
                 for output in self._calls.outputs(names, answers):
                     check(output)

@@ -3,6 +3,7 @@ Each gets its own outputs. Whoever waits for some steps the engine, for all."""
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 
@@ -17,7 +18,7 @@ class Calls:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._turns = Turns()
-        self._requests = 0
+        self._numbers = itertools.count(1)  # of requests; threads take them at the same time
         self._outputs: dict[str, deque[TokenOutput]] = {}  # of requests that a call waits for; one deque a call
         self._left: deque[str] = deque()  # that nobody waits for any more
 
@@ -29,25 +30,24 @@ class Calls:
         names: list[str] = []
         outputs: deque[TokenOutput] = deque()
         try:
-            with self._turns.adding():
-                for prompt_ids, one, spans in zip(ids, params, images or [()] * len(ids), strict=True):
-                    self._requests += 1
-                    names.append(str(self._requests))
-                    self._outputs[names[-1]] = outputs
-                    self._add(GenerateRequest(id=names[-1], prompt_ids=prompt_ids, sampling=one, images=spans))
-        except BaseException:  # also Ctrl+C, which waits until all are added
+            for prompt_ids, one, spans in zip(ids, params, images or [()] * len(ids), strict=True):
+                names.append(str(next(self._numbers)))
+                self._outputs[names[-1]] = outputs
+                self._add(GenerateRequest(id=names[-1], prompt_ids=prompt_ids, sampling=one, images=spans))
+        except BaseException:  # also Ctrl+C
             self.end(names)
             self.flush()
             raise
         return names
 
     def _add(self, request: GenerateRequest) -> None:
-        """Where too much waits already, until less does."""
+        """Where too much waits already, until less does: a turn a step, for that may take minutes."""
         while True:
-            try:
-                return self._engine.add(request)
-            except BusyError:
-                self._step()
+            with self._turns.adding():
+                try:
+                    return self._engine.add(request)
+                except BusyError:
+                    self._step()
 
     def outputs(self, names: list[str], answers: int) -> Iterator[TokenOutput]:
         """Until all their answers have ended; others' requests run in the same steps."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from threading import Condition, get_ident
 
 import torch
 
+from tandem.errors import EngineError
 from tandem.process.held_signals import held_signals
 
 
@@ -40,6 +41,9 @@ class Turns:
                 while self._owner is not None:
                     self._changed.wait()
                 self._owner = get_ident()
+            except BaseException:  # Ctrl+C ends the wait: who let this thread go first would sleep on
+                self._changed.notify_all()
+                raise
             finally:
                 self._adding -= 1
         return True
@@ -55,13 +59,17 @@ class Turns:
 
     @contextmanager
     def _turn(self, take: Callable[[], bool]) -> Iterator[bool]:
+        """Raises EngineError in the midst of this thread's turn, as in a signal's handler: it would wait for itself."""
+        if self._owner == get_ident():
+            raise EngineError("tandem.LLM was called in the midst of its own step, as by a handler of a signal")
         try:
             if not take():
                 yield False
                 return
             with held_signals():
                 try:
-                    with torch.cuda.stream(self._stream):
+                    # torch.cuda.stream(None) would make a context on the GPU of a model that is computed on the CPU
+                    with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
                         yield True
                 finally:
                     self._give_back()
