@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
+from tandem.bench import prefill
 from tandem.cli.app import app
 from tandem.convert.record import only_one
 from tandem.errors import ConfigError
+from tandem.quality.saved_logits import Origin, writing
 from tandem.quality.text import read_text
 
 COMMANDS = [
@@ -49,6 +56,48 @@ def test_what_can_be_written_is_not_touched(place: str, tmp_path: Path) -> None:
     assert "without --config" in refusal(f"bench decode --layers 3 --out {tmp_path / place}")
     assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "old.json").read_text() == "[]"
     assert "without --config" in refusal("bench decode --layers 3 --out /dev/stdout")
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    """So is /dev/stdout, one to a file where the shell writes to a file."""
+    (tmp_path / "good").symlink_to(tmp_path / "rows.json")
+    (tmp_path / "bad").symlink_to("/proc/rows.json")
+    assert "without --config" in refusal(f"bench decode --layers 3 --out {tmp_path / 'good'}")
+    assert "cannot be written: No such file" in refusal(f"bench decode --layers 3 --out {tmp_path / 'bad'}")
+
+
+def test_a_place_that_cannot_be_looked_at_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(_path: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "exists", closed)
+    assert refusal("bench decode --out /closed/x.json") == "--out /closed/x.json cannot be written: Permission denied"
+
+
+def test_a_device_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    origin = Origin("demo", "digest", 1, 8, 8)
+    with pytest.raises(ConfigError, match="is no file: give one"), writing(pipe, origin):
+        pass
+    assert pipe.is_fifo()
+
+
+def test_prompts_that_were_measured_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_request: object) -> Iterator[dict]:
+        yield {"bench": "prefill", "tokens": 8, "tok_s": 1.0}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prefill, "measure", interrupted)
+    monkeypatch.setattr(prefill, "Machine", SimpleNamespace(detect=lambda: SimpleNamespace(gpus=("one",))))
+    monkeypatch.setattr(prefill, "machine_name", lambda *_: "here")
+    monkeypatch.setattr(prefill, "use_one_torch_thread", lambda: None)
+    request = prefill.PrefillFlags("demo", (), (), (), None, 8, None, 1, None, "auto", 0, ("auto",))
+    for out in (tmp_path / "rows.json", tmp_path):  # a folder keeps them by machine
+        with pytest.raises(KeyboardInterrupt):
+            prefill.run(request, out)
+    for file in (tmp_path / "rows.json", tmp_path / "here" / "prefill.json"):
+        assert [row["tokens"] for row in json.loads(file.read_text())] == [8]
 
 
 def test_a_directory_that_cannot_be_made_is_said_to_be_one(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from rich.progress import TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from tandem import __version__
-from tandem.bench.rows import commit
+from tandem.bench.rows import commit, write_json_file
 from tandem.checkpoint import demo_dir, resolve_model
 from tandem.engine.start.demo_model import prepare_demo
 from tandem.engine.start.loader import use_one_torch_thread
@@ -140,7 +139,7 @@ def run(request: QualityFlags, out: Path | None, plot: Path | None) -> QualityRe
     for table in tables(report):
         console.print(table)
     if out is not None:
-        _write(out, report)
+        write_json_file(dataclasses.asdict(report), out)
         console.print(f"Written to {out}")
     if plot is not None:
         from tandem.cli.quality_plot import draw
@@ -229,13 +228,6 @@ def _report(
         command=" ".join(["kt", *sys.argv[1:]]),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
-
-
-def _write(out: Path, report: QualityReport) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f".{out.name}.partial")
-    partial.write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n", encoding="utf-8")
-    partial.replace(out)
 
 
 def tables(report: QualityReport) -> list[Table]:

@@ -86,6 +86,8 @@ class LogitsWriter:
 @contextmanager
 def writing(file: Path, origin: Origin) -> Iterator[LogitsWriter]:
     """The file appears under its name when all is written, or not at all. Raises ConfigError where it cannot be."""
+    if file.exists() and not file.is_file():  # to replace /dev/null would break the machine
+        raise ConfigError(f"--save-logits {file} is no file: give one")
     partial = file.with_name(f".{file.name}.partial")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
