@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import signal
@@ -172,15 +173,15 @@ def test_who_let_an_adder_go_first_goes_on_where_that_one_is_interrupted(monkeyp
     turns, mine, waits = Turns(), threading.Event(), threading.Event()
     wait, changed = turns._changed.wait, turns._changed
 
-    def interrupted() -> None:
+    def interrupted(timeout: float | None) -> None:
         if threading.current_thread() is not threading.main_thread():
             waits.set()
-            wait()
+            wait(timeout)
             return
         changed.release()
         assert waits.wait(PATIENCE)
         changed.acquire()
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
     def other() -> None:
         with turns.adding():
@@ -198,6 +199,33 @@ def test_who_let_an_adder_go_first_goes_on_where_that_one_is_interrupted(monkeyp
         pass
     thread.join(PATIENCE)
     assert not thread.is_alive()
+
+
+def test_an_interrupt_at_any_use_of_a_lock_leaves_others_their_turn(nothing_collected) -> None:
+    llm = LLM.from_engine(fake_engine())
+    for at in itertools.count(1):
+        left = at
+
+        def interrupted(frame: FrameType, _event: str, _argument: object) -> None:
+            nonlocal left
+            if frame.f_code.co_filename == threading.__file__:
+                left -= 1
+                if left == 0:
+                    signal.raise_signal(signal.SIGINT)
+
+        sys.setprofile(interrupted)
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                llm.generate([2, 3], greedy(2), progress=False)
+        finally:
+            sys.setprofile(None)
+        other = threading.Thread(target=llm.generate, args=([4], greedy(1)), kwargs={"progress": False}, daemon=True)
+        other.start()
+        other.join(PATIENCE)
+        assert not other.is_alive()
+        if left > 0:
+            break
+    assert at > 20
 
 
 def test_an_interrupt_ends_a_call_that_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,9 @@ HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 """Signals whose handlers raise: Ctrl+C, and what programs bound their seconds with."""
 
 
-class _Hold:
+class Hold:
+    holds = False  # signals come to this thread
+    pending = False  # one came, and waits
     ended = False
 
 
@@ -21,7 +23,7 @@ class _Held:
     """Stands for a handler. The second signal does not wait: what the first one waits for may never end. After the end
     of `hold` none does: one that raises there may leave others of these in place."""
 
-    def __init__(self, hold: _Hold, number: signal.Signals, handler: Callable[[int, FrameType | None], Any]) -> None:
+    def __init__(self, hold: Hold, number: signal.Signals, handler: Callable[[int, FrameType | None], Any]) -> None:
         self._hold, self._number, self._handler = hold, number, handler
         self._pending = False
 
@@ -32,7 +34,7 @@ class _Held:
         if self._pending or self._hold.ended:
             self._handler(number, frame)
         else:
-            self._pending = True
+            self._pending = self._hold.pending = True
 
     def give_back(self) -> None:
         """Not over a handler that somebody has set meanwhile."""
@@ -46,17 +48,18 @@ class _Held:
 
 
 @contextmanager
-def held_signals() -> Iterator[None]:
+def held_signals() -> Iterator[Hold]:
     """Only the main thread runs handlers, so nothing changes in others. Handlers that are not Python's are not held."""
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield Hold()
         return
-    hold, handlers = _Hold(), [(number, signal.getsignal(number)) for number in HELD]
+    hold, handlers = Hold(), [(number, signal.getsignal(number)) for number in HELD]
     held = [_Held(hold, number, handler) for number, handler in handlers if callable(handler)]
     try:
         for each in held:
             each.take()
-        yield
+        hold.holds = True
+        yield hold
     finally:
         hold.ended = True
         with ExitStack() as runs:
