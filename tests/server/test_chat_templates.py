@@ -97,6 +97,17 @@ def test_a_template_that_cannot_be_compiled_is_refused_at_the_start(source: str,
     process.close()
 
 
+def test_a_process_that_does_not_begin_is_not_the_templates_fault(monkeypatch) -> None:
+    def nothing_comes(_of: object) -> bytes:
+        raise TimeoutError
+
+    monkeypatch.setattr(template_process, "receive_frame", nothing_comes)
+    process = TemplateProcess(ChatTemplate("x"))
+    with pytest.raises(CheckpointError, match=r"did not begin within 60 s .*; the machine may be too busy"):
+        process.start()
+    process.close()
+
+
 @pytest.mark.parametrize(
     "source", ["{{ " + "(" * 5_000 + "1" + ")" * 5_000 + " }}", "x" * (MAX_TEMPLATE_CHARS + 1)]
 )

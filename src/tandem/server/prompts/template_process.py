@@ -81,6 +81,7 @@ class TemplateProcess:
             command = [sys.executable, "-P", "-m", "tandem.server.prompts.template_worker", str(theirs.fileno())]
             with theirs, self._lock:
                 if self._closed:
+                    ours.close()
                     raise EOFError("closed")
                 self._process = subprocess.Popen(
                     command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
@@ -90,16 +91,16 @@ class TemplateProcess:
         return self._socket
 
     def _compile(self, ours: socket.socket) -> None:
+        what, advice = f"begin within {TEMPLATE_START_SECONDS:g} s", "the machine may be too busy"
         try:
             ours.settimeout(TEMPLATE_START_SECONDS)
             receive_frame(ours)  # it runs, and has taken none of the template's time
+            what, advice = f"compile it within {TEMPLATE_SECONDS:g} s", "give the model another"
             self._ask(ours, {"source": self._template.source, "with_tools": self._template.with_tools})
         except (OSError, EOFError) as error:
             self._stop()
-            raise CheckpointError(
-                f"the model's chat template cannot be compiled within {TEMPLATE_SECONDS:g} s ({_why(error)}); "
-                "give the model another"
-            ) from error
+            text = f"the process of the model's chat template did not {what} ({_why(error)}); {advice}"
+            raise CheckpointError(text) from error
 
     def _ask(self, ours: socket.socket, question: dict[str, Any]) -> str:
         ours.settimeout(TEMPLATE_SECONDS)
