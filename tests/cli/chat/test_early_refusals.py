@@ -69,3 +69,12 @@ def test_a_key_in_a_pipe_is_left_for_the_start(tmp_path: Path) -> None:
     """Nobody writes to this one yet: to read it would be to wait for ever."""
     os.mkfifo(tmp_path / "key")
     check_start(EngineConfig(model="org/model", api_key_file=str(tmp_path / "key"), port=0))
+
+
+def test_a_key_that_will_be_typed_is_asked_for_once() -> None:
+    typed, terminal = os.openpty()
+    try:
+        check_start(EngineConfig(model="org/model", api_key_file=os.ttyname(terminal), port=0))
+    finally:
+        os.close(typed)
+        os.close(terminal)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import os
 import stat
 from pathlib import Path
 
@@ -35,9 +36,10 @@ def with_key(config: EngineConfig) -> EngineConfig:
 
 
 def check_key(config: EngineConfig) -> None:
-    """As `with_key`, long before the start that takes the key. A pipe is left for that one: it can be read once."""
+    """As `with_key`, long before the start that takes the key. A pipe or a terminal is left for that one: it can be
+    read once."""
     path = config.api_key_file
-    if path is None or not Path(path).is_fifo():
+    if path is None or os.path.isfile(path) or not os.path.exists(path):
         with_key(config)
 
 
