@@ -216,8 +216,8 @@ class LLM:
     ) -> Iterator[Piece]:
         """The first is empty."""
         names = self._calls.begin(ids, params, images)
-        place = {name: index for index, name in enumerate(names)}
         try:
+            place = {name: index for index, name in enumerate(names)}
             yield Piece()
             for output in self._calls.outputs(names, sum(one.n for one in params)):
                 check(output)
