@@ -121,7 +121,8 @@ def _config(argv: list[str], named: str | None, one_gpu: bool) -> tuple[EngineCo
     engine_config, refused = EngineConfig.possible([*([] if named is None else [named]), *argv])
     if engine_config is None:
         raise ConfigError("no model is named; try kt plan DIRECTORY, or --config deepseek-v3", *refused[1:])
-    check_chat_flags(engine_config)
+    # a template of a model that is not here is where that will be
+    check_chat_flags(engine_config if named is None else dataclasses.replace(engine_config, chat_template=None))
     return on_one_gpu(engine_config) if one_gpu else engine_config, refused
 
 

@@ -53,10 +53,16 @@ def test_a_taken_port_before_a_model_is_fetched(busy_port: int) -> None:
     assert f"cannot listen on 127.0.0.1:{busy_port}" in refusal(f"serve org/model --port {busy_port}")
 
 
-@pytest.mark.parametrize("line", ["plan --config qwen3-30b-a3b", "serve demo --plan-only"])
+@pytest.mark.parametrize("line", ["plan org/model", "serve demo --plan-only"])
 @pytest.mark.parametrize("flags", CHAT_FLAGS)
 def test_before_a_plan(line: str, flags: str) -> None:
     assert flags.split()[1] in refusal(f"{line} {flags}")
+
+
+def test_a_plan_by_a_config_has_no_template_here() -> None:
+    line = "plan --config qwen3-30b-a3b --gpu none --ram 256 --isa avx2 --bandwidth 50"
+    assert "nosuch" in refusal(f"{line} --tool-call-parser nosuch")
+    assert CliRunner().invoke(app, shlex.split(f"{line} --chat-template /no/such/file")).exit_code == 0
 
 
 def test_what_is_right_is_fetched(tmp_path: Path) -> None:
