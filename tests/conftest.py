@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     scheduler = LoadScopeScheduling(config, log)
     scheduler._split_scope = scheduling.group_of
     return scheduler
+
+
+@pytest.fixture(autouse=True)
+def default_signals() -> None:
+    """Ctrl+C raises KeyboardInterrupt: a server that a test ran in this process may have left its own handlers, which
+    do nothing any more, and what runs in the background has it ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)
