@@ -151,7 +151,7 @@ def test_flags_that_change_nothing_are_named(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    "keywords", [{"port": 3}, {"api_key": "k"}, {"reasoning_parser": "none"}, {"served_model_name": "m"}, {"uds": "s"}]
+    "keywords", [{"port": 3}, {"api_key": "k"}, {"reasoning_parser": "no"}, {"tool_call_parser": "no"}, {"uds": "s"}]
 )
 def test_flags_that_only_a_server_reads_are_named(tmp_path, keywords) -> None:
     flag = "--" + next(iter(keywords)).replace("_", "-")

@@ -31,7 +31,7 @@ from tandem.flags.ways import on_one_gpu
 from tandem.text import prompt as prompts
 from tandem.text.reasoning_format import begun_text, detect_reasoning_format
 
-_OF_ANSWERS = ("served_model_name", "tool_call_parser", "reasoning_parser")
+_OF_ANSWERS = ("tool_call_parser", "reasoning_parser")
 """Flags of the model that say how a server presents its answers."""
 _OF_ENGINES = ("sampling_defaults", "watchdog_timeout")
 """Flags of the server that an engine reads, too."""

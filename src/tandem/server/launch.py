@@ -263,20 +263,21 @@ def port_of(sock: socket.socket) -> int:
     return 0 if sock.family == socket.AF_UNIX else int(sock.getsockname()[1])
 
 
-def greeting(config: EngineConfig, model_name: str, port: int, *, asked: str | None = None) -> str:
-    """Text that is printed when the first request may come. asked: of several models, the one that the example names:
-    without it the example would be refused."""
+def greeting(config: EngineConfig, model_name: str, port: int, *, example_model: str | None = None) -> str:
+    """Text that is printed when the first request may come. example_model: of several models, the one that
+    the example names: without it the example would be refused."""
     if config.uds is not None:
         return f"{model_name} is ready at {config.uds}"
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     key = "" if config.api_key is None else " -H 'Authorization: Bearer KEY'"
-    name = "" if asked is None else f'"model": {json.dumps(asked, ensure_ascii=False)}, '
+    name = "" if example_model is None else f'"model": {json.dumps(example_model, ensure_ascii=False)}, '
     body = f'{{{name}"messages": [{{"role": "user", "content": "Hello!"}}], "max_tokens": 64}}'
     options = "" if port == 30000 and host == "127.0.0.1" else f" --host {host} --port {port}"
     options += "" if config.api_key is None else " --api-key KEY"
+    verb = "is" if example_model is None else "are"
     return (
-        f"\n{model_name} {'is' if asked is None else 'are'} ready at {url} (a browser finds a page to chat there)\n\n"
+        f"\n{model_name} {verb} ready at {url} (a browser finds a page to chat there)\n\n"
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n"
         f"  kt chat{options}\n"
     )

@@ -41,7 +41,7 @@ class Calls:
         return names
 
     def _add(self, request: GenerateRequest) -> None:
-        """Where too much waits already, until less does: a turn a step, for that may take minutes."""
+        """Adds a request. Where the queue is full it steps first, in a turn for each step: that may take minutes."""
         while True:
             with self._turns.adding():
                 try:

@@ -145,6 +145,6 @@ class _FrontServer:
 
 def greeting(config: EngineConfig, names: Sequence[str], port: int) -> str:
     """As a server's. Where there are several models, its example names one."""
-    return launch.greeting(config, ", ".join(names), port, asked=names[0] if len(names) > 1 else None)
+    return launch.greeting(config, ", ".join(names), port, example_model=names[0] if len(names) > 1 else None)
 
 
