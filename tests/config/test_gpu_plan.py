@@ -179,6 +179,9 @@ def test_graph_sizes(flags: dict[str, object], sizes: tuple[int, ...]) -> None:
         ({"max_running_requests": 100}, (*range(1, 9), *SMALL[6:], 40, 48, 56, 64, 80, 96, 100, 112, 128)),
         ({"max_running_requests": 8, "cuda_graph_bs": (5, 40), "speculative_num_steps": 1}, (*range(1, 9), 12, 16)),
         ({"max_running_requests": 1, "disable_cuda_graph": True}, ()),
+        ({"chunked_prefill_size": 64}, (*range(1, 9), *SMALL[6:], 40, 48, 56, 64)),  # no step has more rows
+        ({"chunked_prefill_size": 512, "max_prefill_tokens": 10, "max_running_requests": 9}, (*range(1, 9), 9, 10)),
+        ({"chunked_prefill_size": -1, "context_length": 20, "max_running_requests": 9}, (*range(1, 9), 9, 12, 16, 20)),
     ],
 )
 def test_graphs_have_rows_for_drafts(flags: dict[str, object], sizes: tuple[int, ...]) -> None:

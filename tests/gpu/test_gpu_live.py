@@ -225,7 +225,7 @@ if AVAILABLE:
             weights = tuple(torch.randn(shape) / 8 for shape in shapes)
             self.layer.load(fed(EXPERTS, lambda _: weights))
             usage = ExpertUsage(1, EXPERTS, padded=True, device=DEVICE)
-            plan = SimpleNamespace(gpu=SimpleNamespace(live=True))
+            plan = SimpleNamespace(gpu=SimpleNamespace(live=True, sizes=SimpleNamespace(exchange_bytes=0)))
             side = GpuSide(ops, store, handoff, room_for(made))
             self.live = self._follow(plan, side, usage)
             self._sides = Sides([self.layer.sides], EXPERTS)

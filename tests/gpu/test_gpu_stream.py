@@ -38,6 +38,7 @@ if AVAILABLE:
     from tandem.experts.streaming.measured import measured_rates
     from tandem.experts.streaming.stream import ExpertStream, StreamReadings, cpu_slot_of, streamed_layer
     from tandem.experts.streaming.stream import Layers as Layers_
+    from tandem.experts.streaming.transfers import Transfers
     from tandem.kernels.gpu.ops import GpuOps
 
 pytestmark = [pytest.mark.gpu, needs_triton]
@@ -288,6 +289,29 @@ def test_rates_are_measured_with_the_layers_own_bytes() -> None:
     bus = FakeBus() if DEVICE.type == "cpu" else CudaCopyStream(DEVICE)
     found = measured_rates(layers, ring(2, nbytes), bus, DEVICE, TOP_K)
     assert 0 < found.bus < 1 and found.cpu_seconds(64) > 0 and found.cpu_row >= 0
+
+
+@needs_cuda
+@pytest.mark.parametrize("measured", [True, False])
+def test_copies_wait_for_what_still_reads_their_memory(measured: bool) -> None:
+    """A weight is made on the GPU from memory that the allocator then gives to the ring, before the GPU has read it."""
+    layer = streamed_layer(Layers(0).each[0].cpu, None, DEVICE)
+    assert layer is not None
+    parts = ring(1, layer.cpu.bytes_per_expert)
+    before = torch.full((parts.nbytes,), 7, dtype=torch.uint8, device=DEVICE)
+    made, address = torch.zeros_like(before), before.data_ptr()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)  # a tenth of a second
+    made.copy_(before)
+    del before
+    if measured:
+        measured_rates([layer], parts, CudaCopyStream(DEVICE), DEVICE, TOP_K)
+    else:
+        transfers = Transfers([layer], parts, CudaCopyStream(DEVICE), DEVICE)
+        assert transfers.memory(0).data_ptr() == address
+        transfers.begin({0: 2}, whole=False)
+    torch.cuda.synchronize()
+    assert made.eq(7).all()
 
 
 def test_the_bus_is_read_between_steps_and_steps_are_right_afterwards() -> None:

@@ -23,14 +23,15 @@ GRAPH_STEPS = ((64, 8), (128, 16), (1 << 30, 32))  # up to a size, beyond the sm
 
 
 def captured_sizes(
-    config: EngineConfig, model: ModelConfig, running: int, draft_tokens: int = 0
+    config: EngineConfig, model: ModelConfig, running: int, draft_tokens: int, step_tokens: int
 ) -> tuple[int, ...]:
     """As `graph_sizes`, of this model."""
-    return () if model.foreign is not None else graph_sizes(config, running, draft_tokens)
+    return () if model.foreign is not None else graph_sizes(config, running, draft_tokens, step_tokens)
 
 
-def graph_sizes(config: EngineConfig, running: int, draft_tokens: int = 0) -> tuple[int, ...]:
-    """Rows, ascending: no more than sequences run together, or than they have with so many draft tokens of each."""
+def graph_sizes(config: EngineConfig, running: int, draft_tokens: int, step_tokens: int) -> tuple[int, ...]:
+    """Rows, ascending: no more than sequences run together, or than they have with so many draft tokens of each.
+    step_tokens: of the largest step; no graph has more rows, for which there would be no memory."""
     if config.disable_cuda_graph:
         return ()
     sizes = config.cuda_graph_bs
@@ -38,20 +39,20 @@ def graph_sizes(config: EngineConfig, running: int, draft_tokens: int = 0) -> tu
     sizes = sizes or (*_sizes_to(largest), largest)
     if draft_tokens:
         few = tuple(size for size in sizes if size <= largest)
-        largest = max(largest, min(largest * (1 + draft_tokens), MOST_DRAFT_ROWS))
+        largest = max(largest, min(largest * (1 + draft_tokens), MOST_DRAFT_ROWS, step_tokens))
         sizes = (*few, *FEW_ROWS, *_sizes_to(largest), largest)
     return tuple(sorted({size for size in sizes if size <= largest}))
 
 
 def plain_graph_sizes(
-    config: EngineConfig, model: ModelConfig, running: int, draft_tokens: int = 0
+    config: EngineConfig, model: ModelConfig, running: int, draft_tokens: int
 ) -> tuple[int, ...]:
     """Rows of graphs that are captured a second time where steps may draft: for steps without drafts that follow none.
     Only layers that fold tokens into a memory have faster kernels then. Their last bits are others."""
     has_plain_kernels = any(cost_of(mixer).has_plain_kernels for mixer in model.mixers)
     if not draft_tokens or not has_plain_kernels or config.enable_deterministic_inference:
         return ()
-    return captured_sizes(config, model, running)
+    return captured_sizes(config, model, running, 0, running)
 
 
 def draft_sizes(sizes: tuple[int, ...], draft_tokens: int) -> tuple[int, ...]:

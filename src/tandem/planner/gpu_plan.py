@@ -213,7 +213,7 @@ def dense_bytes(
 def workspace_bytes(request: MemoryRequest) -> int:
     """GPU bytes of steps, and of the float32 logits that every graph keeps."""
     arguments = request.config, request.model, request.max_running_requests, request.draft_tokens
-    sizes = captured_sizes(*arguments)
+    sizes = captured_sizes(*arguments, request.step_tokens)
     rows = sum(sizes) + sum(plain_graph_sizes(*arguments))
     if request.model.shard.ranks > 1:  # ranks' columns as they come, and side by side
         rows += 2 * max(sizes, default=1)

@@ -309,7 +309,8 @@ def _most_step_tokens(config: EngineConfig, model: ModelConfig, running: int, gp
     """Most tokens of a step, whatever memory allows."""
     chunk = config.chunked_prefill_size
     usual = long_step_tokens(model) if gpu else prefill_tokens(gpu)
-    return max(running, usual if chunk is None else chunk if chunk > 0 else model.max_positions)
+    most = usual if chunk is None else chunk if chunk > 0 else config.context_length or model.max_positions
+    return max(running, min(most, config.max_prefill_tokens or most))
 
 
 def _step_tokens(

@@ -8,12 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import transformers
-from packaging.version import Version
 
+from draft_models import drafted
 from gpu import needs_cuda
 from gpu_sessions import check_answers
-from reference_config import COMPLETE
 from tandem import LLM, SamplingParams
 from tandem.errors import CheckpointError
 
@@ -56,11 +54,7 @@ def test_glm_answers_from_snapshots(tiny_models) -> None:
 
 @pytest.fixture(scope="module")
 def drafting(tiny_models, tmp_path_factory) -> Path:
-    """With a draft layer; Transformers before 5.24 cannot make it, or reads fewer kinds of layers."""
-    if Version(transformers.__version__) < COMPLETE:
-        return tiny_models["qwen4_exp-drafted"]
-    from draft_models import drafted
-
+    """With a draft layer."""
     return drafted(tiny_models.unchosen("qwen4_exp"), tmp_path_factory.mktemp("drafting") / "model").path
 
 

@@ -77,6 +77,6 @@ def _dtype(layout: StateLayout, array: Array) -> torch.dtype:
 
 
 def _zeros(nbytes: int, device: torch.device | None) -> Tensor:
-    if device is not None:
+    if device is not None or not nbytes:  # NumPy's empty arrays have a stride of 0, which older PyTorch does not view
         return torch.zeros(nbytes, dtype=torch.uint8, device=device)
     return torch.from_numpy(np.zeros(nbytes, dtype=np.uint8))

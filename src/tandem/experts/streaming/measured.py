@@ -23,6 +23,7 @@ def measured_rates(
     """Rates of layers that have experts in CPU memory. `least_rows` is left for the caller."""
     largest = max(layers, key=lambda layer: layer.cpu.loaded)
     memory = torch.empty(ring.part_bytes, dtype=torch.uint8, device=device)
+    bus.copy_after(bus.computing_given())  # as in `Transfers`: who had this memory before may still read it
     runs = largest.runs(range(min(ring.experts, largest.cpu_slots)))
 
     def copy() -> None:

@@ -50,6 +50,7 @@ class Transfers:
     ) -> None:
         self._layers, self._ring, self._bus = layers, ring, bus
         self._memory = torch.empty(ring.nbytes, dtype=torch.uint8, device=device)
+        bus.copy_after(bus.computing_given())  # what the GPU was given may still read this memory: weights are made so
         self._order: dict[int, npt.NDArray[np.int32]] = {}  # of a layer's slots
         self._runs: dict[int, dict[_Transfer, list[Run]]] = {}  # of a layer, in this order; slots never move
         self._free: list[object] = [None] * ring.parts  # marks: the part was unpacked

@@ -91,7 +91,8 @@ def _why_placed(config: EngineConfig) -> str:
 def _graphs(request: MemoryRequest, memory: GpuMemory) -> tuple[tuple[int, ...], Decisions]:
     """Rows of steps that are CUDA graphs."""
     config, model, running = request.config, request.model, request.max_running_requests
-    sizes, why = captured_sizes(config, model, running, request.draft_tokens), graph_reason(config, model, running)
+    sizes = captured_sizes(config, model, running, request.draft_tokens, request.step_tokens)
+    why = graph_reason(config, model, running)
     whole = memory.experts == model.routed_experts and (memory.draft_experts or not draft_experts(model))
     if sizes and not whole and "cuda-core" in request.machine.gpu_missing:
         sizes, why = (), "the package cuda-core is missing, which experts in CPU memory need inside graphs"
