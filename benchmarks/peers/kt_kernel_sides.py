@@ -28,6 +28,7 @@ from tandem.bench.kernels.experts import ExpertShape
 from tandem.formats import codes as stored_codes
 from tandem.formats import reference
 from tandem.formats.codes import Weight, WeightCodes
+from tandem.formats.gguf_blocks import GGUF_CODES
 from tandem.kernels.cpu import PackedExperts, Workspace
 from tandem.kernels.fit import as_packed
 from tandem.kernels.workers import caller_on, machine_pool
@@ -42,7 +43,8 @@ PEER_STEP = 32  # kt-kernel's buffers have room for a multiple of so many rows
 
 @dataclass(frozen=True)
 class Kind:
-    """A format. ours, group: how Tandem packs it (group 0: one scale per row); peer: kt-kernel's class."""
+    """A format. ours, group: how Tandem packs it (group 0: one scale per row); peer: kt-kernel's class. blocks: both
+    sides take these blocks of GGUF, as bytes."""
 
     ours: str
     group: int
@@ -51,6 +53,7 @@ class Kind:
     peer_group: int = 0
     peer_int8: bool = False  # activations are rounded there
     stored: bool = False  # both sides take the same codes and scales
+    blocks: str = ""
 
     @property
     def int8_here(self) -> bool:
@@ -65,6 +68,7 @@ KINDS = {
     "FP8": Kind("fp8", 128, "AMXFP8_MOE", 8, peer_group=128, stored=True),
     "RAWINT4": Kind("int4", 32, "AMXInt4_KGroup_MOE", 4, peer_group=32, peer_int8=True, stored=True),
     "MXFP4": Kind("mxfp4", 32, "AMXFP4_KGroup_MOE", 4, peer_group=32, stored=True),
+    "Q4_K": Kind("q4_k", 32, "MOE", 4, peer_group=32, peer_int8=True, stored=True, blocks="Q4_K"),
 }
 Call = Callable[[], object]
 Matrices = tuple[Weight, Weight, Weight]  # gate, up [width, hidden]; down [hidden, width]
@@ -104,6 +108,8 @@ def made_up(shape: ExpertShape, kind: Kind, tokens: int, working_set: int) -> Wo
 
 def _matrix(kind: Kind, rows: int, depth: int) -> Weight:
     """Numbers to be rounded by each side, or codes; random ones, as making them of numbers takes seconds."""
+    if kind.blocks:
+        return _blocks(rows, depth)
     if not kind.stored:
         return (torch.randn(rows, depth) * SPREAD).bfloat16()
     if kind.ours == "fp8":
@@ -115,6 +121,19 @@ def _matrix(kind: Kind, rows: int, depth: int) -> Weight:
         return stored_codes.mxfp4(nibbles, torch.randint(119, 122, (rows, depth // 32), dtype=torch.uint8))
     scales = ((torch.rand(rows, depth // 32) + 0.5) * SPREAD / 5).bfloat16()
     return WeightCodes(nibbles, scales, "int4", 32, depth)
+
+
+def _blocks(rows: int, depth: int) -> Tensor:
+    """Random blocks of Q4_K, uint8 [rows, bytes]; offsets such that weights are 0 on average."""
+    blocks = torch.randint(0, 256, (rows, depth // 256, 144), dtype=torch.uint8)
+    scale = (torch.rand(rows, depth // 256, 1) + 0.5) * SPREAD / 200
+    blocks[..., :4] = torch.cat((scale, 7.5 * scale), 2).half().view(torch.uint8)
+    return blocks.flatten(1)
+
+
+def weight_of(matrix: Weight, kind: Kind) -> Weight:
+    """As a checkpoint's reader gives it."""
+    return GGUF_CODES[kind.blocks](matrix) if kind.blocks else matrix
 
 
 def _rolled(weight: Weight, number: int) -> Weight:
@@ -129,7 +148,8 @@ def expected(work: Work) -> dict[str, list[list[float]]]:
     """[CHECKED, hidden] in float64 of the weights as they are made up, and of those that each side rounds them to."""
     torch.set_num_threads(4)
     first, kind = work.sets[0], work.kind
-    exact = _product(work, [w if isinstance(w, Tensor) else reference.decoded(w) for w in first])
+    whole = [weight_of(each, kind) for each in first]
+    exact = _product(work, [w if isinstance(w, Tensor) else reference.decoded(w) for w in whole])
     if kind.stored or kind.ours == "bf16":
         return {"exact": exact, "ours": exact, "peer": exact}
     numbers = [weight for weight in first if isinstance(weight, Tensor)]
@@ -168,7 +188,8 @@ class Ours:
         self._cpu = machine.pinned(machine.spread(threads, machine.nodes))[0]
         self._work, self._space, self.note = work, Workspace(pool, machine.tiers[-1]), machine.tiers[-1]
         first = self._empty(False)
-        first.load_all(0, [work.sets[e % SETS] for e in range(work.shape.experts)])
+        sets = [tuple(weight_of(each, work.kind) for each in matrices) for matrices in work.sets]
+        first.load_all(0, [sets[e % SETS] for e in range(work.shape.experts)])
         exact = [first, *(self._copy(first, False) for _ in range(1, work.layers))]
         self._layers = {"exact": exact}
         if work.kind.int8_here:
@@ -230,7 +251,7 @@ class Peer:
         kind, experts = self._work.kind, self._work.shape.experts
         for place, name in enumerate(("gate", "up", "down")):
             matrices = [matrices[place] for matrices in self._work.sets]
-            if kind.stored:
+            if kind.stored and not kind.blocks:
                 pairs = [peer_codes(matrix, kind) for matrix in matrices]
                 self._kept.append(pairs)
                 for part, suffix in enumerate(("projs", "scales")):
@@ -240,10 +261,19 @@ class Peer:
                 numbers = [matrix for matrix in matrices if isinstance(matrix, Tensor)]
                 self._kept.append(repeated := Repeated(numbers, experts))
                 setattr(config, f"{name}_proj", repeated.address)
-        if kind.stored:
+        if kind.blocks:
+            self._take_blocks(config)
+        elif kind.stored:
             quantised = self._ext.QuantConfig()
             quantised.bits, quantised.group_size, quantised.zero_point = kind.bits, kind.peer_group, False
             config.quant_config = quantised
+
+    def _take_blocks(self, config: Any) -> None:
+        """Settings of its wrapper for files of GGUF."""
+        types = self._ext.kvcache.ggml_type
+        config.gate_type = config.up_type = config.down_type = getattr(types, self._work.kind.blocks)
+        config.hidden_type, config.m_block, config.group_min_len = types.BF16, 32, 10
+        config.group_max_len = self._room
 
     def caller(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -51,7 +51,7 @@ SHAPES = {
 }
 PLAN = (
     (QWEN, ("BF16", "INT4", "INT8")), (DEEPSEEK, ("INT4", "INT8", "BF16")),
-    (QWEN, ("FP8", "RAWINT4", "MXFP4")), (DEEPSEEK, ("FP8", "RAWINT4", "MXFP4")),
+    (QWEN, ("FP8", "RAWINT4", "MXFP4", "Q4_K")), (DEEPSEEK, ("Q4_K", "RAWINT4", "MXFP4", "FP8")),
 )  # fmt: skip
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
 LOAD_SECONDS, ASK_SECONDS = 45.0, 20.0
