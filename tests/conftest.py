@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import fault_table
+import late_gpu
 import pytest
 from fault_table import fault as fault  # a fixture
 from hypothesis import settings
@@ -28,6 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("numprocesses", None):  # in a worker it is None
         scheduling.use_one_torch_thread()
     scheduling.full = scheduling.runs_full(config)
+    if late := config.getoption("--late-gpu"):
+        late_gpu.make_late(late)
     if config.getoption("--store-durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(scheduling.Durations())
     if (folder := config.getoption("--write-faults")) and not hasattr(config, "workerinput"):

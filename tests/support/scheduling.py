@@ -36,6 +36,7 @@ full = False  # for files that make their tests when they are imported
 def add_options(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also the tests marked `full` (make test-all)")
     parser.addoption("--store-durations", action="store_true", help=f"write what files take to {DURATIONS.name}")
+    parser.addoption("--late-gpu", type=float, metavar="MS", help="the GPU is so late before each step and weight")
     parser.addoption("--part", type=part, metavar="I/N", help="only the I-th of N parts that take about as long")
 
 
