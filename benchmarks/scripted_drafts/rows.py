@@ -20,8 +20,8 @@ from scripted_drafts.parts import ScriptedSetup, told_parts
 from scripted_drafts.plot import draw
 from scripted_drafts.turns import ScriptedDrafts, ScriptedLoad, Timed, TimedPair, TimedTurns
 from tandem.bench.ceilings import DramReader
+from tandem.bench.figures import check_matplotlib
 from tandem.bench.gaps.made_up import write_folder
-from tandem.bench.placement.plot import check_matplotlib
 from tandem.bench.rows import machine_name, progress, shown, stamp
 from tandem.bench.speculation import governed
 from tandem.bench.step_bound import gpu_step_bytes

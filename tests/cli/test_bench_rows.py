@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from tandem.bench import rows
+from tandem.bench import decode, figures, rows, serve, speculation
 from tandem.bench.rows import folder_name, keep, of_bench, stamp, write
+from tandem.spec import small_files
 
 MACHINE = "NVIDIA H200; INTEL(R) XEON(R) PLATINUM 8581C, 16 threads"
 
@@ -116,6 +120,43 @@ def test_what_was_measured_before_an_error_is_written(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         rows.shown(found(), lambda _: "", tmp_path / "rows.json")
     assert json.loads((tmp_path / "rows.json").read_text()) == [{"bench": "some", "tok_s": 1.0}]
+
+
+def made_up(kind: type) -> Any:
+    """A row with something in each field."""
+    values = {"str": "x", "int": 1, "float": 1.0, "bool": True}
+    return kind(**{each.name: values.get(str(each.type), []) for each in dataclasses.fields(kind)})
+
+
+@pytest.mark.parametrize(
+    ("bench", "kind"),
+    [(decode, decode.DecodeRow), (serve, serve.LoadRow), (speculation, speculation.SpeculationRow)],
+    ids=["decode", "serve", "speculative"],
+)
+def test_each_bench_keeps_its_rows_after_ctrl_c(tmp_path, monkeypatch, bench, kind) -> None:
+    def interrupted(*_: object) -> Iterator[Any]:
+        yield (made_up(kind), []) if bench is serve else made_up(kind)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bench.run(SimpleNamespace(transformers=False, llama_cpp=False), tmp_path / "rows.json")
+    assert json.loads((tmp_path / "rows.json").read_text()) == [dataclasses.asdict(made_up(kind))]
+
+
+def test_a_figure_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = figures.new_pyplot().figure()
+    figures.save_figure(figure, tmp_path / "new" / "figure.png")
+    before = (tmp_path / "new" / "figure.png").read_bytes()
+    assert before.startswith(b"\x89PNG") and not figures.new_pyplot().get_fignums()
+
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(small_files, "write_whole", full)
+    with pytest.raises(OSError, match="no space"):
+        figures.save_figure(figures.new_pyplot().figure(), tmp_path / "new" / "figure.png")
+    assert (tmp_path / "new" / "figure.png").read_bytes() == before
 
 
 def test_what_the_repository_keeps_can_be_read() -> None:

@@ -14,7 +14,7 @@ from rich.table import Table
 from tandem.bench.ceilings import measure_read_gbps
 from tandem.bench.known_quality import MeasuredExperts, quality_line
 from tandem.bench.peers import check_installed, llama_cpp_rate, transformers_rate
-from tandem.bench.rows import machine_name, of_bench, stamp, write
+from tandem.bench.rows import kept_rows, machine_name, of_bench, stamp
 from tandem.checkpoint import demo_dir, open_checkpoint, resolve_model
 from tandem.engine.engine import Engine
 from tandem.engine.protocol import GenerateRequest, SamplingSettings
@@ -73,19 +73,18 @@ def run(request: DecodeFlags, out: Path | None) -> None:
     if request.llama_cpp:
         check_installed("llama_cpp", "--llama-cpp")
     console, rows = Console(), []
-    with Console(stderr=True).status("loading …") as status:
+    with kept_rows(out) as columns, Console(stderr=True).status("loading …") as status:
         for row in measure(request, lambda what: status.update(f"{what} …")):
             rows.append(row)
+            column = dataclasses.asdict(row)
+            columns.append(of_bench("decode", column) if out is not None and out.is_dir() else column)
             status.stop()  # its line is rewritten in place
             console.print(_line(row), highlight=False)
             status.start()
-    console.print(table(rows))
-    for line in _quality(request):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    if out is not None:
-        columns = [dataclasses.asdict(row) for row in rows]
-        write([of_bench("decode", row) for row in columns] if out.is_dir() else columns, out)
-        console.print(f"Written to {out}")
+        status.stop()
+        console.print(table(rows))
+        for line in _quality(request):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _quality(request: DecodeFlags) -> Iterator[str]:

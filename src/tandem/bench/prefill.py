@@ -24,7 +24,7 @@ from tandem.bench import hybrid
 from tandem.bench.ceilings import measure_flops
 from tandem.bench.placement.turns import Switched
 from tandem.bench.probes import GpuSpeeds, gpu_speeds
-from tandem.bench.rows import Row, machine_name, say, stamp, write
+from tandem.bench.rows import kept_rows, machine_name, say, stamp
 from tandem.bench.stored import format_name
 from tandem.engine.start.gpu_side import GpuSide, live_experts
 from tandem.engine.start.loader import use_one_torch_thread
@@ -119,15 +119,11 @@ def run(request: PrefillFlags, out: Path | None) -> None:
     use_one_torch_thread()
     if not Machine.detect().gpus:
         raise ConfigError("kt bench prefill measures a GPU, and there is none")
-    console, rows, columns = Console(), list[Row](), stamp(machine_name(Machine.detect(), request.threads))
-    try:
+    console, columns = Console(), stamp(machine_name(Machine.detect(), request.threads))
+    with kept_rows(out) as rows:
         for row in measure(request):
             rows.append(row | columns)
             say(console, row)
-    finally:  # also those before Ctrl+C
-        if out is not None and rows:
-            write(rows, out)
-            console.print(f"Written to {out}")
 
 
 def measure(request: PrefillFlags) -> Iterator[dict[str, Any]]:

@@ -28,6 +28,7 @@ from tandem.machine.machine import Machine
 from tandem.planner.forecast.advice import PlanQuestion
 from tandem.planner.forecast.machine_spec import MachineWish, wished_speeds
 from tandem.planner.forecast.report import ForecastSizes, report
+from tandem.spec.small_files import write_output
 
 PRIVATE = frozenset((
     "model", "kt_weight_path", "api_key", "api_key_file", "host", "init_expert_location", "packed_cache",
@@ -83,8 +84,7 @@ def write(config: EngineConfig, out: Path) -> dict[str, Any]:
 
     with Console(stderr=True).status("measuring this machine, and some layers of the model …"):
         content = build(config)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(content, indent=1, default=str) + "\n")
+    write_output(out, (json.dumps(content, indent=1, default=str) + "\n").encode())
     print(f"written to {out}", file=sys.stderr)
     return content
 

@@ -12,14 +12,15 @@ import re
 import subprocess
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from tandem.machine.machine import Machine
-from tandem.spec.small_files import write_whole
+from tandem.spec.small_files import write_output, write_whole
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -84,21 +85,28 @@ def progress(what: str) -> None:
     print(f"{perf_counter() - _STARTED:6.1f} s: {what}", file=sys.stderr, flush=True)
 
 
+@contextmanager
+def kept_rows(out: Path | None) -> Iterator[list[Row]]:
+    """A list whose rows are written to `out` at the end, also those before an error or Ctrl+C. None: nowhere."""
+    rows = list[Row]()
+    try:
+        yield rows
+    finally:
+        if out is not None and rows:
+            write(rows, out)
+            print(f"Written to {out}")
+
+
 def shown(measured: Iterable[Row], table: Callable[[list[Row]], Any], out: Path | None) -> list[Row]:
-    """Prints stamped rows as they are measured, then their table; writes them to `out`, also those before an error or
-    Ctrl+C."""
+    """Prints stamped rows as they are measured, then their table; writes them as `kept_rows` does."""
     from rich.console import Console
 
-    console, rows = Console(), list[Row]()
-    try:
+    console = Console()
+    with kept_rows(out) as rows:
         for row in measured:
             rows.append(row)
             say(console, row)
         console.print(table(rows))
-    finally:
-        if out is not None and rows:
-            write(rows, out)
-            console.print(f"Written to {out}")
     return rows
 
 
@@ -114,12 +122,7 @@ def say(console: Console, row: Row) -> None:
 
 def write_json_file(content: Row | list[Row], out: Path) -> None:
     """Whole or not at all; to a device or a pipe as it comes."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(content, indent=1) + "\n"
-    if out.exists() and not out.is_file():
-        out.write_text(text)
-    else:
-        write_whole(out.resolve(), text.encode())
+    write_output(out, (json.dumps(content, indent=1) + "\n").encode())
 
 
 def of_bench(bench: str, row: Row) -> Row:

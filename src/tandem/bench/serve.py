@@ -15,7 +15,7 @@ from rich.table import Table
 from tandem.bench.ceilings import measure_read_gbps
 from tandem.bench.load_client import LoadClient, LoadError, LoadShape, SentRequest, ServedExperts
 from tandem.bench.own_server import own_server
-from tandem.bench.rows import stamp, write
+from tandem.bench.rows import kept_rows, stamp
 from tandem.engine.start.model_files import prepare
 from tandem.engine.start.planning import planned
 from tandem.flags.engine_config import EngineConfig
@@ -83,13 +83,12 @@ class LoadRow:
 
 def run(request: LoadFlags, out: Path | None) -> None:
     console, rows = Console(), []
-    for row, answers in measure(request):
-        rows.append(row)
-        _show_errors(console, answers)
-    console.print(table(rows))
-    if out is not None:
-        write([dataclasses.asdict(row) for row in rows], out)
-        console.print(f"Written to {out}")
+    with kept_rows(out) as columns:
+        for row, answers in measure(request):
+            rows.append(row)
+            columns.append(dataclasses.asdict(row))
+            _show_errors(console, answers)
+        console.print(table(rows))
 
 
 def measure(request: LoadFlags) -> Iterator[tuple[LoadRow, list[SentRequest]]]:

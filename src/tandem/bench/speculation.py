@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tandem.bench.gaps.made_up import made_up_parts, write_folder
-from tandem.bench.rows import machine_name, progress, stamp, write
+from tandem.bench.rows import kept_rows, machine_name, progress, stamp
 from tandem.engine.engine import Engine
 from tandem.engine.pace import PrefillPace
 from tandem.engine.protocol import GenerateRequest, SamplingSettings, SpeculationStats
@@ -89,15 +89,14 @@ class SpeculationRow:
 
 
 def run(request: SpeculationFlags, out: Path | None) -> None:
-    console, rows = Console(), []
-    for row in measure(request):
-        rows.append(row)
-        text = f"{row.ratio:.2f} x; {governed_text(asdict(row))}"
-        console.print(f"{row.task}, {row.format}, batch {row.batch}: {text}", highlight=False, soft_wrap=True)
-    console.print(table(rows))
-    if out is not None:
-        write([asdict(row) for row in rows], out)
-        console.print(f"Written to {out}")
+    console, rows = Console(), list[SpeculationRow]()
+    with kept_rows(out) as columns:
+        for row in measure(request):
+            rows.append(row)
+            columns.append(asdict(row))
+            text = f"{row.ratio:.2f} x; {governed_text(columns[-1])}"
+            console.print(f"{row.task}, {row.format}, batch {row.batch}: {text}", highlight=False, soft_wrap=True)
+        console.print(table(rows))
 
 
 def measure(request: SpeculationFlags) -> Iterator[SpeculationRow]:

@@ -4,24 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tandem.errors import ConfigError
+from tandem.bench.figures import new_pyplot, save_figure
 from tandem.quality.compare import CandidateResult
-
-
-def check_matplotlib() -> None:
-    """Raises ConfigError before anything is measured."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ConfigError('--plot needs matplotlib: pip install "tandem-moe[bench]"') from None
 
 
 def draw(path: Path, measured: tuple[CandidateResult, ...]) -> None:
     """Relative errors of hidden states over layers, logarithmic: "total" solid, "own" dashed."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
+    pyplot = new_pyplot()
     from matplotlib.ticker import FormatStrFormatter
 
     figure, axes = pyplot.subplots(figsize=(9, 5))
@@ -39,6 +28,4 @@ def draw(path: Path, measured: tuple[CandidateResult, ...]) -> None:
     axes.grid(alpha=0.3)
     if measured:
         axes.legend(fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, bbox_inches="tight", format="png")
-    pyplot.close(figure)
+    save_figure(figure, path, bbox_inches="tight")

@@ -131,7 +131,7 @@ class QualityReport:
 
 def run(request: QualityFlags, out: Path | None, plot: Path | None) -> QualityReport:
     if plot is not None:
-        from tandem.cli.quality_plot import check_matplotlib
+        from tandem.bench.figures import check_matplotlib
 
         check_matplotlib()
     console = Console()

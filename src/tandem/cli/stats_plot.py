@@ -6,27 +6,15 @@ from pathlib import Path
 
 import torch
 
-from tandem.errors import ConfigError
+from tandem.bench.figures import new_pyplot, save_figure
 from tandem.experts.usage.usage_file import UsageRecord
 from tandem.experts.usage.usage_summary import UsageSummary, by_chance, cumulative
 
 LEAST, MOST = 1 / 16, 16.0  # of even use: the ends of the colours
 
 
-def check_matplotlib() -> None:
-    """Raises ConfigError before anything is read."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ConfigError('--png needs matplotlib: pip install "tandem-moe[bench]"') from None
-
-
 def draw(path: Path, record: UsageRecord, summary: UsageSummary) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
+    pyplot = new_pyplot()
     layers = len(summary.layers)
     height = min(14.0, max(3.6, 0.16 * layers + 1.4))
     figure, (heat_axes, curve_axes) = pyplot.subplots(
@@ -35,9 +23,7 @@ def draw(path: Path, record: UsageRecord, summary: UsageSummary) -> None:
     _heat(figure, heat_axes, summary)
     _curves(curve_axes, record, summary)
     figure.suptitle(_title(record, summary), fontsize="medium")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, format="png")
-    pyplot.close(figure)
+    save_figure(figure, path)
 
 
 def _title(record: UsageRecord, usage: UsageSummary) -> str:

@@ -28,9 +28,9 @@ WIDEST_CELL = 4  # of few experts
 
 def run(file: Path, png: Path | None, as_json: bool) -> None:
     if png is not None:
-        from tandem.cli.stats_plot import check_matplotlib
+        from tandem.bench.figures import check_matplotlib
 
-        check_matplotlib()
+        check_matplotlib("--png")
     record = read_usage(file)
     try:
         usage = summary(record)

@@ -81,6 +81,16 @@ def write_whole(path: Path, data: bytes) -> None:
     sync_directory(path.parent)
 
 
+def write_output(path: Path, data: bytes) -> None:
+    """A file that a user named, and its folder: all of it or nothing. A link is followed; a device or a pipe gets the
+    bytes as they come."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+    else:
+        write_whole(path.resolve(), data)
+
+
 def sync_directory(directory: Path) -> None:
     """Makes renames last: they live in the directory, not in the file."""
     handle = os.open(directory, os.O_RDONLY)

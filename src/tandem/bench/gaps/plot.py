@@ -6,26 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
+from tandem.bench.figures import new_pyplot, save_figure
 from tandem.bench.gaps.readers import Gap, GapFigures
 from tandem.bench.rows import Row
-from tandem.errors import ConfigError
-
-
-def check_matplotlib() -> None:
-    """Raises ConfigError before anything is measured."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ConfigError('--plot needs matplotlib: pip install "tandem-moe[bench]"') from None
 
 
 def draw(path: Path, row: Row, readings: GapFigures) -> None:
     """Left the gaps as they came, right how many are longer."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
+    pyplot = new_pyplot()
     figure, (timeline, shares) = pyplot.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
     for prompt in readings.loaded_prompts:
         timeline.axvspan(prompt.sent, prompt.answered, color="tab:orange", alpha=0.15, linewidth=0)
@@ -40,9 +28,7 @@ def draw(path: Path, row: Row, readings: GapFigures) -> None:
     shares.set(xlabel="gap, ms", ylabel="share that is longer", xscale="log", yscale="log")
     shares.legend(fontsize="small")
     figure.suptitle(_title(row), fontsize="medium")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, format="png")
-    pyplot.close(figure)
+    save_figure(figure, path)
 
 
 def _ms(gaps: list[Gap]) -> list[float]:

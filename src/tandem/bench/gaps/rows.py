@@ -39,7 +39,8 @@ class GapFlags:
 
 def run(request: GapFlags, out: Path | None, plot: Path | None) -> None:
     """Prints the row. Raises LoadError, ConfigError."""
-    from tandem.bench.gaps.plot import check_matplotlib, draw
+    from tandem.bench.figures import check_matplotlib
+    from tandem.bench.gaps.plot import draw
 
     if plot is not None:
         check_matplotlib()

@@ -29,6 +29,7 @@ from tandem.bench.ceilings import (
     measure_flops,
     peak_format,
 )
+from tandem.bench.figures import check_matplotlib
 from tandem.bench.kernels.experts import (
     ExpertShape,
     Layer,
@@ -42,7 +43,7 @@ from tandem.bench.kernels.experts import (
     torch_layers,
 )
 from tandem.bench.kernels.explain import chosen, table
-from tandem.bench.plot import draw_roofline
+from tandem.bench.kernels.roofline import draw_roofline
 from tandem.bench.rows import STAMP, keep, of_bench, stamp, write_json_file
 from tandem.errors import ConfigError
 from tandem.kernels.this_machine import this_machine
@@ -103,6 +104,8 @@ class TypedFlags:
 
 def run(request: TypedFlags, threads: int | None, out: Path | None, plot: Path | None) -> None:
     """Checks the flags, measures, prints, and writes what was asked for."""
+    if plot is not None:
+        check_matplotlib()
     machine = this_machine()
     bench = Bench(request.checked(machine), machine, pools_of(machine, threads))
     results = bench.run()

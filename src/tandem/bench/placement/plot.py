@@ -5,23 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tandem.errors import ConfigError
-
-
-def check_matplotlib() -> None:
-    """Raises ConfigError before anything is measured."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ConfigError('--plot needs matplotlib: pip install "tandem-moe[bench]"') from None
+from tandem.bench.figures import new_pyplot, save_figure
 
 
 def draw(path: Path, rows: list[dict[str, Any]]) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
+    pyplot = new_pyplot()
     first = rows[0]
     simulated = first["bench"] == "experts_simulated"
     figure, (speed, hits) = pyplot.subplots(1, 2, figsize=(12, 5))
@@ -36,6 +24,4 @@ def draw(path: Path, rows: list[dict[str, Any]]) -> None:
     speed.legend()
     source = "SIMULATED" if simulated else first["machine"]
     figure.suptitle(f"{first['config']}, {first['format']}, {first['routing']} routing: {source}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, bbox_inches="tight", format="png")
-    pyplot.close(figure)
+    save_figure(figure, path, bbox_inches="tight")

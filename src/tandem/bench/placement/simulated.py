@@ -16,11 +16,12 @@ from rich.console import Console
 from rich.table import Table
 
 from tandem.bench.architectures import named_config
-from tandem.bench.placement.plot import check_matplotlib, draw
+from tandem.bench.figures import check_matplotlib
+from tandem.bench.placement.plot import draw
 from tandem.bench.placement.request import SIMULATED, PlacementFlags, shape_columns, traffic
 from tandem.bench.placement.simulation import simulate_live, simulate_static
 from tandem.bench.placement.traces import ROUTINGS
-from tandem.bench.rows import say, stamp, write
+from tandem.bench.rows import kept_rows, say, stamp
 from tandem.bench.stored import expert_bytes
 from tandem.experts.live.cost import StepCost
 from tandem.experts.live.policy import PolicySettings
@@ -41,15 +42,12 @@ def run(request: PlacementFlags, simulate: bool, out: Path | None, plot: Path | 
     simulated = simulate or not machine.gpus
     if simulated and not simulate:
         console.print("No GPU was found: what follows is simulated by a cost model, nothing is measured.")
-    rows: list[dict[str, Any]] = []
     measured = simulated_rows(request) if simulated else _measured_rows(request)
-    for row in measured:
-        rows.append(row | _where(request, machine, simulated))
-        say(console, row)
-    console.print(table(rows))
-    if out is not None:
-        write(rows, out)
-        console.print(f"Written to {out}")
+    with kept_rows(out) as rows:
+        for row in measured:
+            rows.append(row | _where(request, machine, simulated))
+            say(console, row)
+        console.print(table(rows))
     if plot is not None:
         draw(plot, rows)
         console.print(f"Drawn to {plot}")
