@@ -348,7 +348,7 @@ def test_a_route_that_was_meant_is_named(path: str, meant: str):
 def test_ollama_s_clients_hear_who_chooses_the_model():
     async def scenario(server: LocalServer):
         response = await server.client.post("/api/pull", json={})
-        assert response.status_code == 404 and "kt serve MODEL chooses it" in response.json()["error"]
+        assert response.status_code == 404 and "by kt serve MODEL or kt serve --models FILE" in response.json()["error"]
 
     run(scenario)
 

@@ -19,7 +19,7 @@ _OTHERS = {
     # Ollama's
     **dict.fromkeys(
         ("/api/pull", "/api/create", "/api/copy", "/api/delete", "/api/push"),
-        "one model is served; kt serve MODEL chooses it, and fetches it",
+        "models are chosen and fetched at the start, by kt serve MODEL or kt serve --models FILE",
     ),
     # for models of another kind
     **dict.fromkeys(
