@@ -5,7 +5,7 @@
 
 Each line takes the newest run that has all of its figures: a shared machine is half as fast on another day, so figures
 of different runs are compared only where a line says so (`apart`). `beside` is a ratio of a run in turns, of fewer
-layers.
+layers or more experts; those with kt-kernel are in benchmarks/results/lab.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ H100 = "NVIDIA H100 80GB HBM3; Intel(R) Xeon(R) Processor, 16 threads"
 XEON, EPYC = "Intel(R) Xeon(R) Processor, 16 threads", "AMD EPYC, 2 threads"
 QWEN = {"config": "qwen3-30b-a3b", "batch": 1}
 TORCH = ("torch loop", "torch grouped_mm")
+IN_TURNS = {"llama.cpp": "llama.cpp, Q4_0†", "kt-kernel": "kt-kernel‡"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,24 +52,32 @@ class Line:
     figure: str
     ours: Mapping[str, Any]
     peers: tuple[Peer, ...] = ()
-    beside: Mapping[str, Any] | None = None  # what a row of llama.cpp in turns must say
+    beside: Mapping[str, Any] | None = None  # what a row of a peer in turns must say
+
+
+def _llama(more: Row) -> Row:
+    return {"peer": "llama.cpp", "config": "qwen3-30b-a3b"} | more
 
 
 def _qwen(what: str, share: float) -> Line:
     ours = QWEN | {"gpu_share": share, "format": "int4", "context": 1024}
-    return Line(H200, what, "decode", "tok_s", ours, beside={"gpu_share": share, "what": "decode"})
+    beside = _llama({"gpu_share": share, "what": "decode"})
+    return Line(H200, what, "decode", "tok_s", ours, beside=beside)
 
 
 def _prompt(what: str, share: float, tokens: int) -> Line:
     ours = {"config": "qwen3-30b-a3b", "format": "int4", "gpu_share": share, "tokens": tokens}
     ours |= {"cached": 0, "chunk": 8192}
-    return Line(H100, what, "prefill", "tok_s", ours, beside={"gpu_share": share, "what": "prompt", "tokens": tokens})
+    beside = _llama({"gpu_share": share, "what": "prompt", "tokens": tokens})
+    return Line(H100, what, "prefill", "tok_s", ours, beside=beside)
 
 
 def _layer(what: str, fmt: str, tokens: int) -> Line:
     common = {"shape": "ds3", "tokens": tokens}
     peer = Peer("PyTorch, bf16", TORCH, common | {"format": "bf16"})
-    return Line(XEON, what, "kernels", "ms", common | {"format": fmt, "by": "tandem", "tier": "amx"}, (peer,))
+    ours = common | {"format": fmt, "by": "tandem", "tier": "amx"}
+    beside = {"peer": "kt-kernel", "config": "deepseek-v3", "activations": "bf16", "tokens": tokens}
+    return Line(XEON, what, "kernels", "ms", ours, (peer,), beside | {"format": fmt.upper()})
 
 
 def _demo(what: str, batch: int, *peers: Peer) -> Line:
@@ -104,9 +113,12 @@ MACHINES = {
 
 
 def runs(results: Path) -> list[Row]:
-    """{bench, machine, date, …, rows}, the newest first. `history-DATE.jsonl` has what was measured until then."""
+    """{bench, machine, date, …, rows}, the newest first. `history-DATE.jsonl` has what was measured until then; each
+    row beside kt-kernel is a run."""
     files = [file.read_text(encoding="utf-8") for file in results.glob("history*.jsonl")]
     found = [json.loads(line) for text in files for line in text.splitlines()]
+    in_turns = [json.loads(file.read_text(encoding="utf-8")) for file in results.glob("lab/*-kt-kernel.json")]
+    found += [{**row, "rows": [row]} for rows in in_turns for row in rows]
     return sorted(found, key=lambda run: str(run["date"]), reverse=True)
 
 
@@ -139,14 +151,14 @@ def _figures(here: list[Row], line: Line, peer: Peer) -> Iterator[float]:
 
 
 def beside(line: Line, history: list[Row]) -> list[str]:
-    """How many times as fast as llama.cpp in the newest run in turns."""
+    """How many times as fast as its peer in the newest run in turns."""
     if line.beside is None:
         return []
-    wanted = {**line.beside, "peer": "llama.cpp", "config": line.ours["config"]}
-    ratios = [(run, row["ratio"]) for run in history if run["bench"] == "peers" for row in chosen(run, wanted)]
+    peer, in_turns = IN_TURNS[line.beside["peer"]], [run for run in history if run["bench"] == "peers"]
+    ratios = [(run, row["ratio"]) for run in in_turns for row in chosen(run, line.beside)]
     for run, ratio in ratios:
         where = "" if run["machine"] == line.machine else f"on the {MACHINES[run['machine']].split()[0]} "
-        return [f"{where}{ratio:.1f} times as fast as llama.cpp, Q4_0†"]
+        return [f"{where}{ratio:.1f} times as fast as {peer}"]
     return []
 
 
