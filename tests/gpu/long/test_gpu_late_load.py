@@ -24,7 +24,7 @@ NO_WEIGHTS = "stream", "_handoff", "handoff", "_scratch", "tally", "ops", "_ops"
 
 
 def weights_of(owner: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
-    """All tensors on the GPU that it has, in closures, too."""
+    """Tensors on the GPU that it has, in closures, too."""
     if isinstance(owner, Tensor):
         if owner.is_cuda:
             yield name, owner
@@ -72,7 +72,7 @@ def loaded(path: Path, share: float) -> dict[str, Tensor]:
 def test_weights_are_those_of_a_gpu_that_is_never_late(
     tiny_models, variant: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is made of an upload is made later; the allocator hands its memory out at once. So did the ring get that of
+    """An upload is read later; the allocator hands its memory out at once. So did the ring get that of
     the embedding, and copies of experts were there first."""
     from tandem.kernels.gpu import ops
 
