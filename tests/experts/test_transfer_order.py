@@ -20,7 +20,7 @@ class Layer:
     cpu_slots: int
     first_key: int = 0
 
-    def expert_cpu_slots(self) -> list[int]:
+    def expert_cpu_slots(self, moving: bool = False) -> list[int]:
         return list(range(self.cpu_slots))
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from fake_copies import advance, at_once
+from fake_copies import advance, at_once, piece
 from gpu import AVAILABLE, DEVICE, INTERPRETED, fed, needs_cuda, needs_triton
 from gpu_sessions import DECODED, PROMPT, ROWS, Session, batch_of, on_the_cpu, rms
 from kernel_cases import GGUF_BLOCKS, gguf_codes
@@ -447,7 +448,31 @@ def test_experts_that_change_places_are_found_where_they_are() -> None:
     layers.check()
 
 
-def layer_copies() -> object:
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_a_step_between_any_two_pieces_of_an_exchange_is_right(share: float) -> None:
+    """One that comes has its slot before the GPU's tables say so. It is streamed until then, or the CPU's."""
+    layers, given = Layers(live=True), list[Any]()
+    copies, sides = layer_copies(), [each.sides for each in layers.each]
+    exchange = LiveExchange(sides, layers.store.tables, copies, 1 << 30, between_answers=given.append)
+    stream = layers.stream(share)
+    stream._followed = StreamReadings(moves=exchange.moves)
+    exchange.add([Exchange(layer, 0, 1, 0) for layer in range(LAYERS)])
+    exchange.prepare()
+    exchange.begin()
+    pieces = 0
+    for arrives in (False, True):
+        if arrives and DEVICE.type == "cpu":
+            copies.arrive(1.0)
+        elif arrives:
+            torch.cuda.synchronize()
+        while piece(given[0]):
+            pieces += 1
+            stream.begin(TOKENS)
+            layers.check()
+    assert pieces > 3 * LAYERS and len(exchange.end().done) == LAYERS
+
+
+def layer_copies() -> Any:
     if DEVICE.type == "cuda":
         return CudaCopies(DEVICE)
     from fake_copies import FakeCopies

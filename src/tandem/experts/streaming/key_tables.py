@@ -24,8 +24,8 @@ class StreamableLayer(Protocol):
     @property
     def first_key(self) -> int: ...
 
-    def expert_cpu_slots(self) -> list[int]:
-        """Each expert's place there, or -1."""
+    def expert_cpu_slots(self, moving: bool = False) -> list[int]:
+        """Each expert's place there, or -1. moving: some may have a place on both sides."""
         ...
 
 
@@ -56,7 +56,7 @@ class KeyTables:
             return
         for index, layer in enumerate(layers):
             if layer is not None:
-                cpu_slots = layer.expert_cpu_slots()
+                cpu_slots = layer.expert_cpu_slots(moves is None)
                 self.cpu_slots[index, : len(cpu_slots)] = cpu_slots
         self._seen_moves, self._counts = moves, {}
 

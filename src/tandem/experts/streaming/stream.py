@@ -85,10 +85,11 @@ class StreamedLayer:
             self._pieces.append(np.array([self.cpu.pieces(slot) for slot in range(self.cpu_slots)], np.int64))
         return self._pieces[0]
 
-    def expert_cpu_slots(self) -> list[int]:
+    def expert_cpu_slots(self, moving: bool = False) -> list[int]:
         """Each expert's place; -1 where it is on the GPU, or not in CPU memory. Those with a slot on the GPU are not
-        asked for: what is not in CPU memory answers with an error, which takes 4 us, and they are many."""
-        slots = [] if self.gpu_slots is None else self.gpu_slots.tolist()
+        asked for: what is not in CPU memory answers with an error, which takes 4 us, and they are many. moving: they
+        are, too, for one that comes has a slot before the GPU's tables say so, and nobody would compute it."""
+        slots = [] if moving or self.gpu_slots is None else self.gpu_slots.tolist()
         slots += [NO_SLOT] * (self.cpu.num_experts - len(slots))
         experts = enumerate(slots[: self.cpu.num_experts])
         return [cpu_slot_of(self.cpu, expert) if slot == NO_SLOT else -1 for expert, slot in experts]
