@@ -315,6 +315,22 @@ def test_copies_wait_for_what_still_reads_their_memory(measured: bool) -> None:
     assert made.eq(7).all()
 
 
+def test_a_ring_that_is_let_go_of_waits_for_its_copies() -> None:
+    """A step that was given up has taken none of them. Its memory is another's afterwards."""
+    layer = streamed_layer(Layers(0).each[0].cpu, None, DEVICE)
+    assert layer is not None
+    parts = ring(2, layer.cpu.bytes_per_expert)
+    bus = FakeBus() if DEVICE.type == "cpu" else CudaCopyStream(DEVICE)
+    transfers = Transfers([layer], parts, bus, DEVICE)
+    if isinstance(bus, CudaCopyStream):
+        with torch.cuda.stream(bus._stream):
+            torch.cuda._sleep(200_000_000)  # a tenth of a second
+    transfers.begin({0: EXPERTS}, whole=False)
+    assert transfers.failed
+    del transfers
+    assert bus._stream.query() if isinstance(bus, CudaCopyStream) else bus.arrived == len(bus.given) > 0
+
+
 def test_the_bus_is_read_between_steps_and_steps_are_right_afterwards() -> None:
     layers = Layers()
     stream = layers.stream(1.0)

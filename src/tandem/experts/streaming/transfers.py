@@ -6,6 +6,7 @@ A copy is given before its part of the ring is free: the bus waits for the GPU's
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Protocol
@@ -60,6 +61,13 @@ class Transfers:
         self._counts: Mapping[int, int] = {}
         self._begun = self.released = 0
         self.bytes = 0  # since the start
+
+    def __del__(self) -> None:
+        """Waits for copies that no step has taken, as of a prompt that was given up: they would write to memory that is
+        another's by then, out of memory that is gone."""
+        with suppress(Exception):  # the GPU may be gone, too
+            if self.failed:
+                self._bus.finish()
 
     def begin(self, counts: Mapping[int, int], whole: bool) -> None:
         """Begins a step in which `counts` slots of each layer are streamed. whole: there are parts for all slots,
