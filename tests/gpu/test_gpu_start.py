@@ -20,6 +20,9 @@ pytestmark = [pytest.mark.gpu, needs_cuda]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 PROMPT = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
 FIRST = SamplingParams(temperature=0.0, max_tokens=1)
+CLEAR = "some would"
+"""A prompt after which each best token leads by 0.7. After "Hello" two are 0.03 apart in bfloat16. Which one leads
+there hangs on how much of the experts is streamed, which is measured anew at each start."""
 SMALL = {"kt_cpuinfer": 2, "max_total_tokens": 128, "max_running_requests": 2}
 
 
@@ -87,7 +90,7 @@ def test_pytorchs_attention_answers_as_tritons(directories) -> None:
     for backend in ("triton", "torch"):
         llm = LLM(str(directories[1]), attention_backend=backend, **small)
         assert llm.engine.plan.gpu is not None and llm.engine.plan.gpu.attention == backend
-        answers.append(llm.generate(["Hello"], FIRST)[0].token_ids)
+        answers.append(llm.generate([CLEAR], FIRST)[0].token_ids)
         del llm
     assert answers[0] == answers[1]
 
@@ -104,9 +107,9 @@ def test_one_packed_cache_serves_every_placement(directories, tmp_path: Path, ca
         {"kt_gpu_experts_ratio": 0.5, "kt_enable_dynamic_expert_update": True},
     ]
     for turn, where in enumerate(places):
-        plain = LLM(str(directories[1]), **SMALL, **where).generate(["Hello"], GREEDY)
+        plain = LLM(str(directories[1]), **SMALL, **where).generate([CLEAR], GREEDY)
         capfd.readouterr()
-        again = LLM(str(directories[1]), **cached, **where).generate(["Hello"], GREEDY)
+        again = LLM(str(directories[1]), **cached, **where).generate([CLEAR], GREEDY)
         assert again[0].token_ids == plain[0].token_ids
         assert ("written to" in capfd.readouterr().err) == (turn == 0)
 
