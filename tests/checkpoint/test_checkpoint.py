@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tandem.architectures.load import load_config
 from tandem.checkpoint import open_checkpoint, resolve_model
+from tandem.checkpoint.mapped.pages import joined
 from tandem.checkpoint.mapped.shards import INDEX
 from tandem.errors import CheckpointError
 
@@ -65,6 +66,12 @@ def layered(tmp_path):
     }
     save_file(tensors | {"embed": torch.zeros(4)}, tmp_path / "model.safetensors")
     return tmp_path
+
+
+def test_a_page_between_two_files_is_not_let_go_of_with_them():
+    """It may be anybody's: were it told that nobody needs it, it would become zeros."""
+    assert joined([(0x3000, 0x5000), (0x1000, 0x2000)]) == [(0x1000, 0x2000), (0x3000, 0x5000)]
+    assert joined([(0x1000, 0x2010), (0x3000, 0x5000)]) == [(0x1000, 0x5000)]  # the first one's last page
 
 
 def resident_file_bytes() -> int:

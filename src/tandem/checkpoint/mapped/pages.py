@@ -26,7 +26,7 @@ def joined(ranges: Iterable[Pages]) -> list[Pages]:
     merged: list[Pages] = []
     first, last = 0, -_PAGE - 1
     for begin, end in sorted(ranges):
-        if begin > last + _PAGE:
+        if begin >= last + _PAGE:  # a whole page in between may be another's memory, which would become zeros
             merged.append((first, last))
             first = begin
         last = max(last, end)
