@@ -15,6 +15,8 @@ from torch import Tensor
 
 from gpu import needs_cuda
 from tandem.engine.start.loader import load_parts
+from tandem.experts.live.copies import CudaCopies
+from tandem.experts.usage.expert_usage import CopiedCounts
 from tandem.flags.engine_config import EngineConfig
 from tiny import VOCAB
 
@@ -90,6 +92,18 @@ def test_weights_are_those_of_a_gpu_that_is_never_late(
     assert late[-1] == EMBEDDING_CYCLES
     wrong = [name for name in got if not torch.equal(bits(got[name]), bits(expected[name]))]
     assert not wrong
+
+
+def test_memory_of_counts_is_let_go_of_once_they_have_arrived() -> None:
+    """The next load takes it for weights, and PyTorch knows nothing of this copy."""
+    device = torch.device("cuda", 0)
+    counts = CopiedCounts(torch.ones(3, 2, 4, dtype=torch.int32, device=device))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(EMBEDDING_CYCLES)
+    arrived = counts.ask(CudaCopies(device).in_order)._arrived
+    assert arrived is not None and not arrived.query()
+    del counts
+    assert arrived.query()
 
 
 def bits(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -76,6 +77,12 @@ class CopiedCounts:
         if self._arrived is not None:
             self._arrived.record()
         return self
+
+    def __del__(self) -> None:
+        """Waits for a copy under way. PyTorch did not give it, and hands the memory on, as to weights that arrive."""
+        with suppress(Exception):  # the GPU may be gone
+            if self._arrived is not None:
+                self._arrived.synchronize()
 
     def arrays(self) -> Counted:
         """[tokens, reads, seen], as `ExpertUsage` counts them."""
