@@ -84,11 +84,14 @@ def test_counts_of_a_stage_stand_where_its_layers_are() -> None:
 
 
 @pytest.mark.parametrize("fails", [None, 1])
-def test_each_stage_brings_its_own_layers_or_none_does(monkeypatch, fails: int | None) -> None:
-    """Layers 0 to 2 are on the first stage, 3 and 4 on the second; layer 1 has no expert on the CPU."""
+@pytest.mark.parametrize("resident", [(1,), (0, 1, 2)])
+def test_each_stage_brings_its_own_layers_or_none_does(
+    monkeypatch, resident: tuple[int, ...], fails: int | None
+) -> None:
+    """Layers 0 to 2 are on the first stage, 3 and 4 on the second; resident ones have no expert on the CPU."""
     streams = pytest.importorskip("tandem.engine.stages.streams", reason="Triton is missing", exc_type=ImportError)
     numbers, made = [0, 0, 0, 1, 1], list[list[int | None]]()
-    layers = [SimpleNamespace(cpu=None if i == 1 else i, gpu=None, stream=None, index=0) for i in range(5)]
+    layers = [SimpleNamespace(cpu=None if i in resident else i, gpu=None, stream=None, index=0) for i in range(5)]
 
     def stream_of(_plan, device, given, *_: object) -> object:
         made.append(given)
@@ -107,8 +110,12 @@ def test_each_stage_brings_its_own_layers_or_none_does(monkeypatch, fails: int |
     )
     plan: Any = SimpleNamespace(gpu=SimpleNamespace(streams_experts=True))
     found = streams.stage_streams(plan, sides, None)
-    assert made == [[0, None, 2, None, None], [None, None, None, 3, 4]]
-    assert found == ([] if fails == 1 else ["stream 0", "stream 1"])
-    expected = [None] * 5 if fails == 1 else [f"stream {number}" for number in numbers]
+    whole, calls = resident == (0, 1, 2), list[tuple[Any, ...]]()
+    assert made == ([] if whole else [[0, None, 2, None, None]]) + [[None, None, None, 3, 4]]
+    assert found == ([] if fails == 1 else [None if whole else "stream 0", "stream 1"])
+    expected = [None] * 5 if fails == 1 else [found[number] for number in numbers]
     assert [each.stream for each in layers] == expected
-    assert fails == 1 or [each.index for each in layers] == list(range(5))
+    assert fails == 1 or [each.index for each in layers if each.stream] == [i for i in range(5) if expected[i]]
+    noted = [None if each is None else NotedStream(calls, number) for number, each in enumerate(found)]
+    StagedStart(stage, noted)(SimpleNamespace(input_ids=[1], single_rows=0), False)  # type: ignore[arg-type]
+    assert [number for number, *_ in calls] == [number for number, each in enumerate(found) if each]

@@ -22,10 +22,12 @@ class StageStream(Protocol):
 class StagedStart:
     """Hook before a step: each stage's operations prepare it. Nothing runs beside it."""
 
-    def __init__(self, stages: Sequence[Stage], streams: Sequence[StageStream] = ()) -> None:
+    def __init__(self, stages: Sequence[Stage], streams: Sequence[StageStream | None] = ()) -> None:
+        """streams: each stage's, None for one without experts in CPU memory; (): nothing is streamed."""
         self._stages = stages
         self._ops: list[Any] = [stage.ops for stage in stages if hasattr(stage.ops, "begin_step")]
-        self._streams = list(zip(stages, streams, strict=True)) if streams else []
+        each = zip(stages, streams, strict=True) if streams else ()
+        self._streams = [(stage, stream) for stage, stream in each if stream is not None]
 
     def __call__(self, batch: ForwardBatch, captured: bool) -> None:
         self._begin_ops(batch, captured)

@@ -89,8 +89,8 @@ def staged_usage(config: EngineConfig, plan: Plan, model: ModelConfig, sides: St
     return StagedUsage(counting, sides.placement.gpu_experts) if counting else None
 
 
-def staged_parts(parts: EngineParts, sides: StagedSides, streams: Sequence[ExpertStream] = ()) -> EngineParts:
-    """parts: with a model that was built. streams: bring experts to the stages that have some in CPU memory."""
+def staged_parts(parts: EngineParts, sides: StagedSides, streams: Sequence[ExpertStream | None] = ()) -> EngineParts:
+    """parts: with a model that was built. streams: as of `stage_streams`."""
     end_posts(sides)
     begin_step = StagedStart(sides.stages, streams)
     return replace(parts, handoff=sides.handoffs, begin_step=begin_step, stages=sides.stages)

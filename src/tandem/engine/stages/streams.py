@@ -17,23 +17,23 @@ from tandem.planner.plan import Plan
 
 def stage_streams(
     plan: Plan, sides: StagedSides, usage: StagedUsage | None, progress: Progress | None = None
-) -> list[ExpertStream]:
-    """After the model was built; [] where the experts of some stage are not streamed: a step is as long as all take
-    it."""
+) -> list[ExpertStream | None]:
+    """After the model was built, one for each stage; None for one without experts in CPU memory. [] where the experts
+    of some stage are not streamed: a step is as long as all take it."""
     if plan.gpu is None or not plan.gpu.streams_experts:
         return []
     numbers = sorted({number for number, experts in _placed(sides) if experts.cpu is not None})
-    streams = []
+    streams: list[ExpertStream | None] = [None] * len(sides.stages)
     for number in numbers:
         with sides.stages[number].current():
             stream = _stream(plan, sides, number, usage, progress)
         if stream is None:
             return []
-        streams.append(stream)
+        streams[number] = stream
     for index, (number, experts) in enumerate(_placed(sides)):
         if number in numbers:
-            experts.stream, experts.index = streams[numbers.index(number)], index
-    return streams
+            experts.stream, experts.index = streams[number], index
+    return streams if numbers else []
 
 
 def _placed(sides: StagedSides) -> list[tuple[int, HybridExperts]]:
@@ -60,6 +60,6 @@ def _stream(
     return stream_of(plan, stage.device, layers, copies, handoff.sizes.top_k, followed)
 
 
-def step_seconds(streams: Sequence[ExpertStream]) -> float:
+def step_seconds(streams: Sequence[ExpertStream | None]) -> float:
     """Seconds that all buses take in a step in which all experts are streamed, one stage after the other."""
-    return sum(stream.step_seconds for stream in streams)
+    return sum(stream.step_seconds for stream in streams if stream is not None)
