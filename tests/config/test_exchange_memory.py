@@ -13,7 +13,6 @@ from plans import GIB, MODEL, plan, reason, with_gpu
 from tandem.bench.memory_ledger import planned
 from tandem.errors import ConfigError
 from tandem.experts.live.exchange import LiveExchange
-from tandem.planner.choices import live_placement
 from tandem.planner.forecast.ledger import VRAM
 from tandem.planner.plan import Plan
 from tandem.spec.gpu_scratch import EXCHANGE_BYTES, exchange_buffers
@@ -58,9 +57,8 @@ def test_exchanges_have_two_buffers_however_large(expert_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_buffers_of_exchanges_are_in_the_ledger(monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
+def test_buffers_of_exchanges_are_in_the_ledger(asked: bool) -> None:
     """By flag, or where it pays."""
-    monkeypatch.setattr(live_placement, "WHERE_IT_PAYS", not asked)
     still = small(disable_dynamic_expert_update=True)
     p = small(**(ON if asked else {}))
     assert p.gpu is not None and still.gpu is not None and p.gpu.live and not still.gpu.live
@@ -106,8 +104,48 @@ def _experts(free: int, **flags: object) -> int:
     return p.gpu.sizes.experts if p.gpu is not None else 0
 
 
-def test_what_nobody_asked_for_costs_no_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_placement, "WHERE_IT_PAYS", True)
+def test_very_few_experts_stay_where_nobody_asked() -> None:
+    """Below sixteen, two buffers would take the place of more than an eighth of them."""
+    counts = set()
+    for free in range(GIB, SMALL, 1 << 22):
+        count = _experts(free, disable_dynamic_expert_update=True, **FIXED)
+        p = small(free, **FIXED) if count else None
+        if p is not None and p.gpu is not None:
+            counts.add((count >= 16, p.gpu.live))
+            assert p.gpu.live or (NO_ROOM in reason(p, "live placement") and p.gpu.sizes.experts == count)
+            assert not p.gpu.live or p.gpu.sizes.experts >= count - max(2, count // 8) - 1
+    assert (False, False) in counts and (True, True) in counts and (False, True) not in counts
+
+
+def test_experts_make_room_for_buffers_and_the_kv_cache_does_not() -> None:
+    """Where their number is open."""
+    for free in range(2 * GIB, 2 * GIB + GIB // 2, 1 << 26):
+        still, p = (_long(free, disable_dynamic_expert_update=off) for off in (True, False))
+        assert still.gpu is not None and p.gpu is not None and p.gpu.live
+        assert p.gpu.sizes.memory.kv_tokens == still.gpu.sizes.memory.kv_tokens
+        lost = (still.gpu.sizes.experts - p.gpu.sizes.experts) * EXPERT_BYTES
+        assert lost == p.gpu.sizes.exchange_bytes > 0
+
+
+def test_beside_a_fixed_number_of_experts_the_kv_cache_gives_up_a_twentieth_at_most() -> None:
+    took, found = exchange_buffers(EXPERT_BYTES, 576) * EXPERT_BYTES, set()
+    for free in range(2 * GIB + GIB // 2, 4 * GIB, 1 << 24):
+        still, p = (_long(free, kt_gpu_experts_ratio=0.6, disable_dynamic_expert_update=off) for off in (True, False))
+        assert still.gpu is not None and p.gpu is not None
+        memory = still.gpu.sizes.memory
+        if memory.kv_tokens > 34700:  # below, a default context would be shorter
+            each = entries(still)["KV cache"] / memory.kv_tokens
+            found.add(p.gpu.live)
+            assert p.gpu.live == (took < 0.05 * memory.kv_tokens * each)
+            assert p.gpu.sizes.memory.kv_tokens >= 0.95 * memory.kv_tokens
+    assert found == {True, False}
+
+
+def _long(free: int, **flags: object) -> Plan:
+    return plan(with_gpu(free=free), replace(MODEL, max_positions=1 << 20), **FIXED, **flags)
+
+
+def test_what_nobody_asked_for_costs_no_context() -> None:
     share = {"kt_gpu_experts_ratio": 0.5, "context_length": 4096}
     for free in range(GIB, 3 * GIB, 1 << 26):
         try:

@@ -17,7 +17,6 @@ from tandem.machine.machine import Machine
 from tandem.mechanisms.cost import cost_of
 from tandem.mechanisms.dense.shape import Dense
 from tandem.mechanisms.experts.shape import Experts
-from tandem.planner.choices import live_placement
 from tandem.planner.cuda_graphs import (
     CHUNK_KERNELS,
     GRAPH_BYTES,
@@ -288,6 +287,7 @@ def test_a_long_context_leaves_room_for_experts(gpu_gib: int) -> None:
     assert p.gpu is not None
     gpu = with_gpu(free=gpu_gib * GIB).gpus[0]
     workspace = GPU_WORKSPACE_BYTES + sum(p.gpu.graph_sizes) * 151936 * 4 + p.gpu.sizes.ring_bytes
+    workspace += p.gpu.sizes.exchange_bytes
     workspace += unpacking_bytes(gpu, QWEN3, LONG_PREFILL_TOKENS if p.gpu.sizes.ring_bytes else 2048)
     tables = rope_bytes(QWEN3, QWEN3.max_positions)
     step = StepSize(LONG_PREFILL_TOKENS if p.gpu.sizes.ring_bytes else 2048, 32768, 1)
@@ -351,12 +351,13 @@ def test_experts_move_only_between_two_sides(ratio: float, live: bool, why: str)
         ({"disable_dynamic_expert_update": True}, False, "--disable-dynamic-expert-update"),
         ({"enable_deterministic_inference": True}, False, "an expert's side decides"),
         ({"map_experts": "always"}, False, "where the checkpoint has them"),
+        ({"packed_cache": "kept"}, True, "where it pays"),  # experts are streamed, so they are copied anyway
+        ({"packed_cache": "kept", "kt_gpu_prefill_token_threshold": 0}, False, "where --packed-cache has them"),
     ],
 )
 def test_where_nobody_asks_experts_move_where_nothing_speaks_against_it(
-    monkeypatch: pytest.MonkeyPatch, flags: dict[str, object], live: bool, why: str
+    flags: dict[str, object], live: bool, why: str
 ) -> None:
-    monkeypatch.setattr(live_placement, "WHERE_IT_PAYS", True)
     p = plan(with_gpu(), kt_gpu_experts_ratio=0.5, **flags)
     assert p.gpu is not None and p.gpu.live == live and why in reason(p, "live placement")
 
@@ -371,10 +372,9 @@ def test_where_nobody_asks_experts_move_where_nothing_speaks_against_it(
     ids=["all", "package", "large"],
 )
 def test_what_moving_takes_of_a_gpu_has_to_be_there(
-    monkeypatch: pytest.MonkeyPatch, model: ModelConfig, missing: tuple[str, ...], live: bool, why: str
+    model: ModelConfig, missing: tuple[str, ...], live: bool, why: str
 ) -> None:
     """Where moving is asked for, no such reason counts."""
-    monkeypatch.setattr(live_placement, "WHERE_IT_PAYS", True)
     flags: dict[str, object]
     for flags, moves in (({}, live), ({"kt_enable_dynamic_expert_update": True}, True)):
         p = plan(with_gpu(64 * GIB, missing), model, kt_gpu_experts_ratio=0.5, **flags)
@@ -382,9 +382,8 @@ def test_what_moving_takes_of_a_gpu_has_to_be_there(
         assert flags or why in reason(p, "live placement")
 
 
-def test_a_spare_place_is_nobodys_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spare_place_is_nobodys_reason_to_fail() -> None:
     """Where moving was not asked for, it yields to memory that lacks the places."""
-    monkeypatch.setattr(live_placement, "WHERE_IT_PAYS", True)
     per_expert = MODEL.expert_bytes("bf16")
     for spare, live in ((15, False), (31, True)):
         machine = replace(with_gpu(), available_memory=int((30 * 16 + spare) * per_expert / DEFAULT_FRACTION))
@@ -399,8 +398,8 @@ def test_moving_cannot_be_asked_for_and_forbidden() -> None:
 
 
 def test_moving_experts_leave_prompts_their_graphs() -> None:
-    p, still = (plan(with_gpu(), kt_gpu_experts_ratio=0.5, kt_enable_dynamic_expert_update=on) for on in (True, False))
-    assert p.gpu is not None and still.gpu is not None and p.gpu.live
+    p, still = (plan(with_gpu(), kt_gpu_experts_ratio=0.5, disable_dynamic_expert_update=off) for off in (False, True))
+    assert p.gpu is not None and still.gpu is not None and p.gpu.live and not still.gpu.live
     assert p.gpu.sizes.ring_bytes and p.gpu.sizes.prompt_sizes == still.gpu.sizes.prompt_sizes != ()
 
 
@@ -592,8 +591,9 @@ def test_a_prompt_alone_has_long_steps_where_all_experts_are_on_the_gpu() -> Non
 
 def test_long_steps_take_no_expert_s_place_and_shorten_no_context() -> None:
     """On a GPU that all experts just fit: it says why its steps are short."""
-    fits = next(gib for gib in range(16, 40) if qwen3(gib, 40960, kt_method="INT4").gpu.sizes.experts == 6144)  # type: ignore[union-attr]
-    found = [qwen3_of(fits * GIB - (i << 26), kt_method="INT4") for i in range(-16, 16)]
+    flags = {"kt_method": "INT4", "disable_dynamic_expert_update": True}  # moving would take room while not all fit
+    fits = next(gib for gib in range(16, 40) if qwen3(gib, 40960, **flags).gpu.sizes.experts == 6144)  # type: ignore[union-attr]
+    found = [qwen3_of(fits * GIB - (i << 26), **flags) for i in range(-16, 16)]
     some = [p for p in found if p.gpu is not None and p.gpu.sizes.experts == 6144 and p.max_step_tokens == 2048]
     assert some, [(p.gpu.sizes.experts, p.max_step_tokens) for p in found if p.gpu]
     for p in some:

@@ -9,7 +9,6 @@ import pytest
 
 from gpu_questions import HERE, NEXT, decision, model_of, predicted, question
 from tandem.errors import ConfigError, DoesNotFit
-from tandem.planner.choices import live_placement
 from tandem.planner.forecast.advice import ways_to_go_faster
 from tandem.planner.stages.chunks import MOST_CHUNKS, border_bytes
 from tandem.planner.stages.pool import gpus_of_stages
@@ -128,8 +127,7 @@ def test_layers_of_all_stages_are_the_whole_model() -> None:
     assert sum(len(some_layers(asked.model, a, a + 1).layers) for a in range(48)) == 48
 
 
-def test_experts_of_stages_stay_where_they_are_whatever_the_default_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_placement, "WHERE_IT_PAYS", True)
+def test_experts_of_stages_stay_where_they_are_by_default() -> None:
     staged, alone = (question(NEXT, "2x4090", pipeline_parallel_size=count).plan() for count in (2, 1))
     assert staged.gpu is not None and staged.gpu.stages and not staged.gpu.live
     assert alone.gpu is not None and alone.gpu.live

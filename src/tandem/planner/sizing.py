@@ -4,7 +4,8 @@ Dense weights are always there, and the embedding unless it is in CPU memory. Th
 The KV cache takes the rest.
 
 Where nothing was asked, the KV cache takes a quarter of the room. It takes more for one request of 32768 tokens: up to
-half, and whatever 16384 tokens need. Experts take the rest, and the KV cache what they leave.
+half, and whatever 16384 tokens need. Experts take the rest, and the KV cache what they leave. Buffers for experts that
+change places come out of the experts' part.
 """
 
 from __future__ import annotations
@@ -43,12 +44,13 @@ from tandem.planner.memory import (
     wanted_context,
 )
 from tandem.planner.stages.chunks import border_bytes
-from tandem.spec.gpu_scratch import exchange_buffers
+from tandem.spec.gpu_scratch import LEAST_EXCHANGE_BUFFERS, SLOTS_OF_EXCHANGE_BUFFER, exchange_buffers
 from tandem.spec.model_config import draft_experts
 from tandem.spec.shard import ALONE
 
 KV_SHARE = 4  # the KV cache takes 1/4 of the room by default
 DEFAULT_CONTEXT = 32768  # tokens: experts do not make room for more unless --context-length asks for it
+LEAST_KV_KEPT = 0.95  # of the KV cache, where live placement was not asked for: a fixed number of experts gives nothing
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
     """Raises GpuTooSmall with the numbers when the GPU or the CPU memory beside it is too small."""
     room = GpuRoom(request, gpu)
     still = _sized(room)
-    moves, why = live_placement(request, still.experts, still.draft_experts)
+    moves, why = live_placement(request, still)
     if not moves:
         return replace(still, exchange_reason=why)
     buffers = exchange_buffers(room.sizes.largest, still.experts)
@@ -134,24 +136,33 @@ def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
 
 def _with_exchanges(room: GpuRoom, still: GpuMemory) -> GpuMemory:
     """With buffers for experts that change places, if they leave slots to move into. Where nobody asked for moving,
-    context, ring and graphs of prompts have to stay as they are, too."""
+    all else has to stay, too."""
     requested = room.request.config.kt_enable_dynamic_expert_update
     try:
         memory = _sized(room)
     except ConfigError:
         memory = replace(still, experts=0)
-    if memory.experts == 0 or not (requested or _kept(memory) == _kept(still)):
+    if memory.experts == 0 or not (requested or _kept(still, memory)):
         why = f"{room.exchanges >> 20} MiB of GPU memory for experts that change places are not there"
         return replace(still, exchange_reason=why, cramped=why if requested else still.cramped)
-    moves, why = live_placement(room.request, memory.experts, memory.draft_experts)
+    moves, why = live_placement(room.request, memory)
     if not moves:
         return replace(still, exchange_reason=why)
     return replace(memory, exchange_bytes=room.exchanges, exchange_reason=why)
 
 
-def _kept(memory: GpuMemory) -> tuple[object, ...]:
-    """Things that live placement takes from nobody who did not ask for it."""
-    return min(memory.memory.context_length, DEFAULT_CONTEXT), memory.ring_bytes, memory.prompt_sizes
+def _kept(still: GpuMemory, moving: GpuMemory) -> bool:
+    """Whether `moving` has what live placement takes from nobody who did not ask for it: context, ring, graphs, draft
+    experts, nearly all of a larger KV cache, and experts: two buffers would take the place of more than an eighth of
+    very few."""
+    many = still.experts >= LEAST_EXCHANGE_BUFFERS * SLOTS_OF_EXCHANGE_BUFFER
+    cached = moving.memory.kv_tokens >= LEAST_KV_KEPT * still.memory.kv_tokens
+    return many and cached and _fixed(moving) == _fixed(still)
+
+
+def _fixed(memory: GpuMemory) -> tuple[object, ...]:
+    context = min(memory.memory.context_length, DEFAULT_CONTEXT)
+    return context, memory.ring_bytes, memory.prompt_sizes, memory.draft_experts
 
 
 def _sized(room: GpuRoom) -> GpuMemory:
@@ -258,7 +269,7 @@ def _divided(room: GpuRoom, extra: int) -> GpuMemory:
     kv_room -= drafts
     if kv_room < request.kv_bytes(min(context, LEAST_CONTEXT)):
         raise GpuTooSmall(_too_small(room, extra, left, experts or 0))
-    least, way_out = _least_tokens(request, context, kv_room), ""
+    least, way_out = _least_tokens(request, context, kv_room, room.exchanges), ""
     if experts is None:
         way_out = "; --context-length takes it from experts"
         experts = room.sizes.fitting(kv_room - request.kv_bytes(least))
@@ -301,8 +312,9 @@ def _experts_asked(request: MemoryRequest) -> tuple[int | None, str]:
     return (0, f"{why_not}, so the CPU computes them") if why_not else (experts, reason)
 
 
-def _least_tokens(request: MemoryRequest, context: int, room: int) -> int:
-    """Least tokens of the KV cache, before there are experts. Raises ConfigError if a flag asks for more than fits."""
+def _least_tokens(request: MemoryRequest, context: int, room: int, exchanges: int) -> int:
+    """Least tokens of the KV cache, before there are experts. exchanges: bytes beside `room` that experts take on their
+    way, for which they alone make room. Raises ConfigError if a flag asks for more than fits."""
     max_tokens = request.config.max_total_tokens
     if max_tokens is not None:
         if request.kv_bytes(max_tokens) > room:
@@ -312,11 +324,11 @@ def _least_tokens(request: MemoryRequest, context: int, room: int) -> int:
                 fields=("max_total_tokens",),
             )
         return max_tokens
-    one = context
+    one, shared = context, room + exchanges
     if request.config.context_length is None:
-        one = max(request.kv_tokens(room // 2), min(WANTED_CONTEXT, request.kv_tokens(room)))
+        one = max(request.kv_tokens(shared // 2), min(WANTED_CONTEXT, request.kv_tokens(shared)))
         one = min(context, DEFAULT_CONTEXT, one)
-    share = max(request.kv_tokens(room // KV_SHARE), one)
+    share = max(request.kv_tokens(shared // KV_SHARE), one)
     return min(request.kv_tokens(room), request.max_running_requests * context, share)
 
 
