@@ -41,6 +41,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("gpu-faults")
     model = fault_model(TinyModels(folder / "tiny")["qwen3_moe-gpu"], folder / "model")
     flags = "--kt-gpu-experts-ratio", "0.5", "--watchdog-timeout", str(WATCHDOG), "--max-running-requests", "8"
+    flags += ("--disable-dynamic-expert-update",)  # answers before and after a fault are compared
     with running(spawn_kt(model, folder / "log", *flags, faulty=True)) as found:
         yield found
 

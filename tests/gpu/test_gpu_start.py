@@ -101,7 +101,7 @@ def test_one_packed_cache_serves_every_placement(directories, tmp_path: Path, ca
     places: list[dict[str, object]] = [
         {"kt_gpu_experts_ratio": 0.5, "disable_dynamic_expert_update": True},
         {"kt_gpu_experts_ratio": 0.5},
-        {"kt_gpu_experts_ratio": 0.25, "kt_expert_placement_strategy": "random"},
+        {"kt_gpu_experts_ratio": 0.25, "kt_expert_placement_strategy": "random", "disable_dynamic_expert_update": True},
         {"kt_gpu_experts_ratio": 0.0},
         {"kt_gpu_experts_ratio": 1.0},
         {"kt_gpu_experts_ratio": 0.5, "kt_enable_dynamic_expert_update": True},

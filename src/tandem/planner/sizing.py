@@ -50,7 +50,7 @@ from tandem.spec.shard import ALONE
 
 KV_SHARE = 4  # the KV cache takes 1/4 of the room by default
 DEFAULT_CONTEXT = 32768  # tokens: experts do not make room for more unless --context-length asks for it
-LEAST_KV_KEPT = 0.95  # of the KV cache, where live placement was not asked for: a fixed number of experts gives nothing
+LEAST_KV_KEPT = 0.95  # of the KV cache, if nobody asked for live placement and a flag fixes the number of experts
 
 
 @dataclass(frozen=True)
@@ -152,9 +152,8 @@ def _with_exchanges(room: GpuRoom, still: GpuMemory) -> GpuMemory:
 
 
 def _kept(still: GpuMemory, moving: GpuMemory) -> bool:
-    """Whether `moving` has what live placement takes from nobody who did not ask for it: context, ring, graphs, draft
-    experts, nearly all of a larger KV cache, and experts: two buffers would take the place of more than an eighth of
-    very few."""
+    """Whether `moving` has what live placement takes from nobody who did not ask for it. Two buffers would take more
+    than an eighth of very few experts."""
     many = still.experts >= LEAST_EXCHANGE_BUFFERS * SLOTS_OF_EXCHANGE_BUFFER
     cached = moving.memory.kv_tokens >= LEAST_KV_KEPT * still.memory.kv_tokens
     return many and cached and _fixed(moving) == _fixed(still)

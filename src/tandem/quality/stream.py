@@ -95,6 +95,7 @@ class Variant:
             device="cpu" if self.gpu_share is None else "auto",
             kt_gpu_experts_ratio=self.gpu_share,
             disable_cuda_graph=self.gpu_share is not None,
+            disable_dynamic_expert_update=self.gpu_share is not None,  # it measures one placement
             kv_cache_dtype=self.cached,
             disable_shared_experts_fusion=self.disable_shared_experts_fusion,
         )

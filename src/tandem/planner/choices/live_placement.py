@@ -48,7 +48,7 @@ def _why_still(request: MemoryRequest, memory: GpuMemory) -> str:
     if request.config.packed_cache is not None and memory.ring_bytes == 0:  # else they are copied anyway
         return "experts are used where --packed-cache has them"
     if request.model.shard.ranks > 1:
-        return "ranks would have to move experts in the same step"
+        return "each rank would move its own experts, and all wait for the slowest"
     if request.config.pipeline_parallel_size > 1:
         return "experts do not move between stages' memories yet"
     if "cuda-core" in request.machine.gpu_missing:
