@@ -278,15 +278,17 @@ def test_what_is_easy_is_given_up_before_chunks() -> None:
 
 
 def test_sizing_runs_a_few_times_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the usual plan holds: of that, of a ring and graphs; of what would be faster and costs nothing."""
+    """Where the usual plan holds: of that, of a ring and graphs; of what would be faster and costs nothing. Each once
+    more with buffers for experts that change places."""
     counted = list[int]()
     divided = sizing._divided
     monkeypatch.setattr(sizing, "_divided", lambda *args: counted.append(1) or divided(*args))
     question = asked("qwen3-30b-a3b", WORKSTATION, kt_method="INT4")
-    assert question.plan().gpu
-    assert len(counted) <= 3 * 4
-    counted.clear()
-    assert question.fits() and len(counted) == 3
+    for flags, times in (({"disable_dynamic_expert_update": True}, 1), ({}, 2)):
+        counted.clear()
+        assert question.plan(**flags).gpu and len(counted) <= times * 3 * 4
+        counted.clear()
+        assert question.fits(**flags) and len(counted) == times * 3
 
 
 NAMES = ("qwen3-30b-a3b", "qwen3.5-35b-a3b-fp8", "gpt-oss-120b", "deepseek-v3", "glm-4.5-air")

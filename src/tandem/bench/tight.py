@@ -81,7 +81,7 @@ CASES = (
         "mixtral-8x7b", 12, layers=4, scratch_gib=80, flags={"mem_fraction_static": 0.95, "max_total_tokens": 16640},
     ),
 )  # fmt: skip
-LASTING = ("dense weights", "experts", "KV cache", "states", "rotary tables", "ring")
+LASTING = ("dense weights", "experts", "KV cache", "states", "rotary tables", "ring", "exchanges")
 """Entries of a plan that are there before a step; all others are its workspace."""
 
 
