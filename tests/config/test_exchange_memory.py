@@ -13,6 +13,7 @@ from plans import GIB, MODEL, plan, reason, with_gpu
 from tandem.bench.memory_ledger import planned
 from tandem.errors import ConfigError
 from tandem.experts.live.exchange import LiveExchange
+from tandem.planner import sizing
 from tandem.planner.forecast.ledger import VRAM
 from tandem.planner.plan import Plan
 from tandem.spec.gpu_scratch import EXCHANGE_BYTES, exchange_buffers
@@ -22,6 +23,7 @@ EXPERT_BYTES = MODEL.expert_bytes("bf16")
 SMALL = 2 * GIB - 3 * GIB // 8  # not all experts fit
 FIXED = {"mem_fraction_static": 0.9, "chunked_prefill_size": 256}  # so that nothing can be given up for room
 NO_ROOM = "MiB of GPU memory for experts that change places are not there"
+NOT_TO_SPARE = NO_ROOM.replace("there", "to spare")  # where nobody asked
 
 
 def entries(p: Plan) -> dict[str, int]:
@@ -112,7 +114,7 @@ def test_very_few_experts_stay_where_nobody_asked() -> None:
         p = small(free, **FIXED) if count else None
         if p is not None and p.gpu is not None:
             counts.add((count >= 16, p.gpu.live))
-            assert p.gpu.live or (NO_ROOM in reason(p, "live placement") and p.gpu.sizes.experts == count)
+            assert p.gpu.live or (NOT_TO_SPARE in reason(p, "live placement") and p.gpu.sizes.experts == count)
             assert not p.gpu.live or p.gpu.sizes.experts >= count - max(2, count // 8) - 1
     assert (False, False) in counts and (True, True) in counts and (False, True) not in counts
 
@@ -145,6 +147,14 @@ def _long(free: int, **flags: object) -> Plan:
     return plan(with_gpu(free=free), replace(MODEL, max_positions=1 << 20), **FIXED, **flags)
 
 
+@pytest.mark.parametrize("lost", [{"ring_bytes": 0}, {"prompt_sizes": ()}, {"draft_experts": False}])
+def test_what_nobody_asked_for_costs_nothing_that_is_all_or_none(lost: dict[str, object]) -> None:
+    found = plan(with_gpu(), kt_gpu_experts_ratio=0.5).gpu
+    assert found is not None and found.live
+    still = replace(found.sizes, draft_experts=True)
+    assert sizing._kept(still, still) and not sizing._kept(still, replace(still, **lost))
+
+
 def test_what_nobody_asked_for_costs_no_context() -> None:
     share = {"kt_gpu_experts_ratio": 0.5, "context_length": 4096}
     for free in range(GIB, 3 * GIB, 1 << 26):
@@ -155,5 +165,5 @@ def test_what_nobody_asked_for_costs_no_context() -> None:
         p = plan(with_gpu(free=free), **share)
         assert p.gpu is not None and still.gpu is not None
         assert p.context_length >= still.context_length and p.gpu.sizes.ring_bytes >= still.gpu.sizes.ring_bytes
-        assert p.gpu.live or NO_ROOM in reason(p, "live placement")
+        assert p.gpu.live or NOT_TO_SPARE in reason(p, "live placement")
         assert p.gpu.live or entries(p) == entries(still)

@@ -237,7 +237,7 @@ class EngineConfig:
         choices=["uniform", "frequency", "front-loading", "random"],
     )  # fmt: skip
     kt_enable_dynamic_expert_update: bool = flag(
-        False, "Experts move to the GPU, and back, as they are used; default: where it pays.", group=GPU
+        False, "Experts move to the GPU, and back, as used; default: where it pays.", group=GPU
     )
     disable_dynamic_expert_update: bool = flag(False, "Experts stay where they are.", group=GPU)
     disable_expert_foresight: bool = flag(

@@ -143,7 +143,8 @@ def _with_exchanges(room: GpuRoom, still: GpuMemory) -> GpuMemory:
     except ConfigError:
         memory = replace(still, experts=0)
     if memory.experts == 0 or not (requested or _kept(still, memory)):
-        why = f"{room.exchanges >> 20} MiB of GPU memory for experts that change places are not there"
+        lack = "there" if requested else "to spare"
+        why = f"{room.exchanges >> 20} MiB of GPU memory for experts that change places are not {lack}"
         return replace(still, exchange_reason=why, cramped=why if requested else still.cramped)
     moves, why = live_placement(room.request, memory)
     if not moves:
