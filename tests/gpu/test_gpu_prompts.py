@@ -34,7 +34,7 @@ if AVAILABLE:
     from tandem.kernels.gpu.expert_rows import ExpertActivation
     from tandem.kernels.gpu.ops import GpuOps
     from tandem.kernels.gpu.panels import Panels
-    from tandem.kernels.gpu.prompts import code_product, grouped, products, rows
+    from tandem.kernels.gpu.prompts import grouped, products, rows
     from tandem.kernels.gpu.prompts.code_product import activated, multiplied
     from tandem.kernels.gpu.prompts.order import order
     from tandem.kernels.gpu.prompts.products import ExpertGroup, PromptExperts, parts_of
@@ -131,7 +131,8 @@ def many(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Non
     if request.param == "PyTorch's" and not products.has_pytorchs(DEVICE):
         pytest.skip("PyTorch's asks this GPU back")
     monkeypatch.setattr(products, "has_pytorchs", lambda device: request.param != "ours")
-    monkeypatch.setattr(which, "CODES_PAIRS", 192 if request.param == "from codes" else -1)
+    for name in ("CODES_PAIRS", "PLAIN_PAIRS"):
+        monkeypatch.setattr(which, name, 192 if request.param == "from codes" else -1)
     monkeypatch.setattr(which, "MANY_TOKENS", 17)
     monkeypatch.setattr(which, "MANY_PAIRS", 0)
     monkeypatch.setattr(products, "ALIGNED_TOKENS", 8)
@@ -276,10 +277,9 @@ def test_our_grouped_product(n: int, k: int, mean_rows: float) -> None:
 @pytest.mark.parametrize("fmt", ["bf16", "int4 bf16", "int4 f16", "fp8", "mxfp4", "mxfp8", "q8_0"])
 @pytest.mark.parametrize("shape", [(384, 256), (352, 96)])
 def test_products_from_codes(
-    ops: GpuOps, monkeypatch: pytest.MonkeyPatch, fmt: str, shape: tuple[int, int], mean_rows: float
+    ops: GpuOps, fmt: str, shape: tuple[int, int], mean_rows: float
 ) -> None:
     """Against float64. Numbers of codes are exact, sums float32, and each result is rounded once."""
-    monkeypatch.setattr(code_product, "TAKES_PLAIN", True)
     made = Layer(ops, fmt, *shape)
     layer = made.there
     assert layer.prompts is not None and layer.prompts.codes

@@ -15,6 +15,7 @@ from tandem.kernels.which import (
     FEW_TOKENS,
     MANY_PAIRS,
     MANY_TOKENS,
+    PLAIN_PAIRS,
     ExpertPath,
     Reads,
     cpu_kernel,
@@ -55,6 +56,21 @@ def test_codes_of_many_rows_are_decoded_in_registers_where_they_can_be() -> None
         assert gpu_way(FEW_TOKENS + 1, FEW_TOKENS * 8 + 8, 128, reads) is ExpertPath.CODES
         assert gpu_way(most // 8, most, 128, reads) is ExpertPath.CODES
         assert gpu_way(most // 8 + 1, most + 8, 128, reads) is (ExpertPath.PROMPTS if unpacks else ExpertPath.TILES)
+
+
+def test_bfloat16_is_multiplied_as_it_lies_while_rows_are_few() -> None:
+    most = PLAIN_PAIRS * 128
+    reads = Reads(False, True, codes=True, plain=True)
+    assert gpu_way(FEW_TOKENS, FEW_TOKENS * 8, 128, reads) is ExpertPath.ROWS
+    assert gpu_way(FEW_TOKENS + 1, FEW_TOKENS * 8 + 8, 128, reads) is ExpertPath.CODES
+    assert gpu_way(most // 8, most, 128, reads) is ExpertPath.CODES
+    assert gpu_way(most // 8 + 1, most + 8, 128, reads) is ExpertPath.PROMPTS
+
+
+def test_rows_of_bfloat16_are_explained() -> None:
+    for shape, file in (("2048x768x128x8", "code_product"), ("2044x768x128x8", "expert_tiles")):
+        (row,) = [each for each in chosen(parse_shape(shape), "bf16", [], (64,)) if each.place == GPU]
+        assert row.kernel.name.endswith(file), row.kernel
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

@@ -6,7 +6,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from tandem import _core
-from tandem.spec.gpu_scratch import CODES_PAIRS
+from tandem.spec.gpu_scratch import CODES_PAIRS, PLAIN_PAIRS
 
 FEW_TOKENS = 16  # up to here every (token, expert) pair streams its weights; from there on tiles share them
 MANY_TOKENS, MANY_PAIRS = (
@@ -28,24 +28,26 @@ class ExpertPath(Enum):
 class Reads(NamedTuple):
     """Ways in which kernels can read a layer's experts. mma: codes that become operands of tensor cores; prompts:
     matrices that may be unpacked, outside of graphs; each_row: only kernels that compute a row as if it were alone are
-    taken; codes: as mma, for tiles of rows."""
+    taken; codes: as mma, for tiles of rows; plain: these codes are bfloat16 itself."""
 
     mma: bool
     prompts: bool
     each_row: bool = False
     codes: bool = False
+    plain: bool = False
 
 
-def from_codes(pairs: int, experts: int) -> bool:
-    """Whether so many (token, expert) pairs of a layer are multiplied without unpacking, where a kernel can."""
-    return pairs <= CODES_PAIRS * experts
+def from_codes(pairs: int, experts: int, plain: bool = False) -> bool:
+    """Whether so many (token, expert) pairs of a layer are multiplied without unpacking, where a kernel can. plain:
+    codes are bfloat16."""
+    return pairs <= (PLAIN_PAIRS if plain else CODES_PAIRS) * experts
 
 
 def gpu_way(tokens: int, pairs: int, experts: int, reads: Reads) -> ExpertPath:
     """pairs: (token, expert) pairs of the step; experts: of the layer."""
     if tokens <= FEW_TOKENS or reads.each_row:
         return ExpertPath.MMA if reads.mma else ExpertPath.ROWS
-    if reads.codes and from_codes(pairs, experts):
+    if reads.codes and from_codes(pairs, experts, reads.plain):
         return ExpertPath.CODES
     many = tokens >= MANY_TOKENS and pairs >= MANY_PAIRS * experts
     return ExpertPath.PROMPTS if reads.prompts and many else ExpertPath.TILES
@@ -70,7 +72,7 @@ _WHY = {
     ExpertPath.MMA: f"at most {FEW_TOKENS} tokens: each pair streams its codes through tensor cores",
     ExpertPath.ROWS: f"at most {FEW_TOKENS} tokens: each pair streams its weights",
     ExpertPath.TILES: "tiles of rows share the weights of their expert",
-    ExpertPath.CODES: f"at most {CODES_PAIRS} pairs an expert: tiles of rows share the codes of their expert",
+    ExpertPath.CODES: f"at most {CODES_PAIRS} pairs an expert ({PLAIN_PAIRS} of bf16): its rows share its codes",
     ExpertPath.PROMPTS: f"{MANY_TOKENS} tokens and {MANY_PAIRS} pairs an expert: weights are unpacked once",
 }
 

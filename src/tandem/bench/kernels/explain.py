@@ -11,7 +11,7 @@ from rich.table import Table
 from tandem import _core
 from tandem.bench.formats import empty_layer
 from tandem.bench.kernels.experts import ExpertShape
-from tandem.formats.gpu_reading import PACKED_KINDS, refusal, takes_tensor_cores
+from tandem.formats.gpu_reading import PACKED_KINDS, is_plain_steps, refusal, takes_tensor_cores
 from tandem.kernels.packed.experts import PackedExperts
 from tandem.kernels.which import Kernel, Reads, cpu_kernel, gpu_kernel
 
@@ -45,15 +45,15 @@ def chosen(shape: ExpertShape, fmt: str, tiers: Iterable[str], tokens: Iterable[
 
 
 def _gpu_kernel(shape: ExpertShape, layer: PackedExperts, tokens: int) -> Kernel:
-    reads = []
+    mma, plain = [], []
     for codes, _, depth, padded, _, _, scales, scale, group, _ in layer.layout():
         if why := refusal(codes, scale, depth):
             return Kernel("none", why)
-        reads.append(scales > 0 and takes_tensor_cores(codes, scale, group, depth, padded))
+        mma.append(scales > 0 and takes_tensor_cores(codes, scale, group, depth, padded))
+        plain.append(is_plain_steps(codes, depth, padded))
     aligned = shape.hidden % 8 == shape.width % 8 == 0
-    return gpu_kernel(
-        tokens, shape.top_k, shape.experts, Reads(all(reads), aligned, codes=all(reads) and aligned)
-    )
+    reads = Reads(all(mma), aligned, codes=aligned and (all(mma) or all(plain)), plain=any(plain))
+    return gpu_kernel(tokens, shape.top_k, shape.experts, reads)
 
 
 def table(shape: ExpertShape, rows: Iterable[ChosenKernel]) -> Table:

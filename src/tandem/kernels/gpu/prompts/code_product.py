@@ -1,7 +1,7 @@
 """Each row times its expert's panels, whose codes become operands of tensor cores in registers.
 
 For experts of up to some two hundred rows: unpacking them to bfloat16 takes longer than the product. bfloat16 itself is
-taken as it lies there (`TAKES_PLAIN`), for it would be put in another order. Codes are taken as `mma_source.py` says:
+taken as it lies there, of fewer rows (`PLAIN_PAIRS`). Codes are taken as `mma_source.py` says:
 scaled weights are not rounded. A program has a tile of one expert's rows, whose panels its warps divide; rows come
 through shared memory, in chunks. Nothing is asked back from the GPU, nor kept.
 """
@@ -34,7 +34,6 @@ from tandem.spec.activation import Activation
 
 SOURCE = cuda_source(__file__)
 
-TAKES_PLAIN = False  # bfloat16 as it lies: compiled for every card, and not run on any yet; tiles of Triton are taken
 WARPS = 4
 # Rows of an expert on average, up to which tiles have 16 and 32. Both products of a layer of Qwen3-30B-A3B took with 8,
 # 32 and 128 rows and tiles of 16: 149, 313 and 1038 us; of 32: 158, 284 and 866; of 64: 234, 293 and 779 (int4, H100;
@@ -54,7 +53,7 @@ class ProductTiling(NamedTuple):
 
 def reads(panels: Panels, device: torch.device) -> bool:
     """Whether this kernel reads such a matrix on this device."""
-    if not (has_steps(panels) or (TAKES_PLAIN and has_plain_steps(panels))) or device.type != "cuda":
+    if not (has_steps(panels) or has_plain_steps(panels)) or device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0) and available()
 

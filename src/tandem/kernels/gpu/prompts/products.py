@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.gpu.expert_rows import ExpertActivation
+from tandem.kernels.gpu.mma.mma_source import has_plain_steps
 from tandem.kernels.gpu.panels import Panels
 from tandem.kernels.gpu.prompts import code_product, grouped, rows
 from tandem.kernels.gpu.prompts.order import Order, order
@@ -91,7 +92,8 @@ def parts_of(pool: Tensor, stride: int, experts: int, at_once: int) -> list[Expe
 
 
 class PromptExperts:
-    """Products of experts of one shape and format; each call names the experts. codes: few rows need no unpacking."""
+    """Products of experts of one shape and format; each call names the experts. codes: few rows need no unpacking;
+    plain: nor are these codes, but bfloat16."""
 
     def __init__(
         self, gate_up: Panels, down: Panels, between: ExpertActivation, device: torch.device, experts: int
@@ -100,6 +102,7 @@ class PromptExperts:
         self._gate_up, self._down, self.between = gate_up, down, between
         self._experts = experts
         self.codes = all(code_product.reads(panels, device) for panels in (gate_up, down))
+        self.plain = any(map(has_plain_steps, (gate_up, down)))
         self.hidden, self.width = gate_up.depth, between.width
         self.at_once = experts_at_once(_memory(device), experts, self.hidden, self.width)
         self._scratch: Tensor | None = None
@@ -118,7 +121,7 @@ class PromptExperts:
         sizes = [part.count for part in parts]
         counts = torch.zeros((len(pieces), sum(sizes)), dtype=torch.int32, device=x.device)
         orders = [order(piece[1], counts[i], sizes) for i, piece in enumerate(pieces)]
-        first, unpacks = 0, not (self.codes and from_codes(keys.numel(), self._experts))
+        first, unpacks = 0, not (self.codes and from_codes(keys.numel(), self._experts, self.plain))
         for part in parts:
             key_range = range(first, first + part.count)
             part.arrive()
