@@ -15,10 +15,12 @@ kernel_tests=$(ls tests/kernels/test_ops.py tests/kernels/test_kernels*.py tests
   tests/kernels/test_nodes.py tests/kernels/test_symbols.py tests/models/test_models.py 2>/dev/null || true)
 gpu_tests=$(grep -rlE 'mark\.gpu' tests --include='test_*.py' | grep -v '^tests/faults/' || true)
 fault_tests=$(grep -rlE 'mark\.gpu' tests/faults --include='test_*.py' || true) # alone: one takes all GPU memory
-tests() { "$PYTHON" -m pytest -q -p no:cacheprovider "$@" || [ $? -eq 5 ]; } # 5: `-k` leaves none of these
+failed=0
+tests() { "$PYTHON" -m pytest -q -p no:cacheprovider "$@" || [ $? -eq 5 ] || failed=1; } # 5: `-k` leaves none
 # shellcheck disable=SC2086
 tests $kernel_tests "$@"
 # shellcheck disable=SC2086
 [ -z "$gpu_tests" ] || tests -m gpu $gpu_tests "$@"
 # shellcheck disable=SC2086
 [ -z "$fault_tests" ] || tests -m gpu $fault_tests "$@"
+exit $failed
