@@ -9,10 +9,13 @@ import torch
 
 from fake_copies import FakeCopies, FakeTables
 from fake_layers import Layer
-from plans import GIB, MODEL, plan, reason, with_gpu
+from plans import GIB, MODEL, machine, plan, reason, with_gpu
+from tandem.bench.architectures import named_config
 from tandem.bench.memory_ledger import planned
 from tandem.errors import ConfigError
 from tandem.experts.live.exchange import LiveExchange
+from tandem.machine.gpus import Gpu
+from tandem.machine.machine import TIERS
 from tandem.planner import sizing
 from tandem.planner.forecast.ledger import VRAM
 from tandem.planner.plan import Plan
@@ -167,3 +170,22 @@ def test_what_nobody_asked_for_costs_no_context() -> None:
         assert p.context_length >= still.context_length and p.gpu.sizes.ring_bytes >= still.gpu.sizes.ring_bytes
         assert p.gpu.live or NOT_TO_SPARE in reason(p, "live placement")
         assert p.gpu.live or entries(p) == entries(still)
+
+
+@pytest.mark.parametrize(
+    ("name", "ram", "free", "flags"),
+    [
+        ("qwen3-30b-a3b", 3.38338, 43.89736, {"kt_method": "INT8"}),
+        ("qwen3.5-35b-a3b", 7.08, 21.94, {"max_total_tokens": 8192, "kt_gpu_prefill_token_threshold": 0}),
+    ],
+)
+def test_what_nobody_asked_for_gives_up_nothing_more(name: str, ram: float, free: float, flags: dict[str, int]) -> None:
+    """Plans for nearly as much speed are near to each other: with a little less memory another one would be taken."""
+    gpu = Gpu("H100", int(1.1 * free * GIB), int(free * GIB), "gen5 x16")
+    here = replace(machine(16, free=int(ram * GIB)), tiers=TIERS, gpus=(gpu,))
+    model, flags = named_config(name, None), {"kt_method": "INT4"} | flags
+    still, p = (plan(here, model, disable_dynamic_expert_update=off, **flags) for off in (True, False))
+    assert p.gpu is not None and still.gpu is not None and p.gpu.live
+    assert reason(p, "made to fit") == reason(still, "made to fit")
+    assert (p.max_running_requests, p.max_step_tokens) == (still.max_running_requests, still.max_step_tokens)
+    assert p.gpu.embedding_in_ram == still.gpu.embedding_in_ram and p.gpu.graph_sizes == still.gpu.graph_sizes

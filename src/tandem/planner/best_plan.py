@@ -75,28 +75,44 @@ def _unless_better(wish: PlanRequest, plan: Plan) -> Plan:
 
 
 def _least_tight(wish: PlanRequest, device: Device) -> Plan:
-    """As usual, if that is long and fast enough. Raises DoesNotFit, as of the usual one, where nothing fits."""
+    """As usual, if that is long and fast enough. Chosen as if experts stayed where they are: buffers that nobody asked
+    for give up nothing. Raises DoesNotFit, as of the usual one, where nothing fits."""
+    still = _still(wish, device)
+    plan, tight, otherwise = _least_tight_of(still, device)
+    return _explained(plan if still is wish else one_plan(wish, device, tight), tight, otherwise)
+
+
+def _still(wish: PlanRequest, device: Device) -> PlanRequest:
+    """The same with experts that stay, where nobody has said whether they move."""
+    config = wish.config
+    if device[0] is None or config.kt_enable_dynamic_expert_update or config.disable_dynamic_expert_update:
+        return wish
+    return replace(wish, config=replace(config, disable_dynamic_expert_update=True))
+
+
+def _least_tight_of(wish: PlanRequest, device: Device) -> tuple[Plan, Tight, str]:
+    """The plan, what it gives up, and why."""
     usual, room = _attempt(wish, device, USUAL), _room(wish, device)
     if isinstance(usual, Plan) and not (why := _cramped(wish, usual)):
         return _with_easy(wish, device, usual, room)
     tight_plans = _in_steps(wish, device, room)
     if not tight_plans:
-        return _plan_or_raise(_nearest(wish, device, room, usual))
+        return _plan_or_raise(_nearest(wish, device, room, usual)), USUAL, ""
     plans = {} if isinstance(usual, DoesNotFit) else {USUAL: usual}
     step = _first(wish, plans | tight_plans, WORTH)
     easy = (replace(each, running=step.running, chunk=step.chunk) for each in room.easy())
     plans |= dict(_attempts(wish, device, easy))
     best = _first(wish, plans, WORTH)
-    return _explained(plans[best], best, str(usual) if isinstance(usual, DoesNotFit) else why)
+    return plans[best], best, str(usual) if isinstance(usual, DoesNotFit) else why
 
 
-def _with_easy(wish: PlanRequest, device: Device, usual: Plan, room: Concessions) -> Plan:
+def _with_easy(wish: PlanRequest, device: Device, usual: Plan, room: Concessions) -> tuple[Plan, Tight, str]:
     """Or what is clearly faster and costs neither answers at once nor context: experts gain the room."""
     if usual.gpu is None or usual.gpu.sizes.experts >= wish.model.routed_experts:
-        return usual
+        return usual, USUAL, ""
     plans = {USUAL: usual} | dict(_attempts(wish, device, room.easy()[1:]))
     step = _first(wish, plans, WIDTH)
-    return _explained(plans[step], step, "it is clearly faster")
+    return plans[step], step, "it is clearly faster"
 
 
 def _in_steps(wish: PlanRequest, device: Device, room: Concessions) -> dict[Tight, Plan]:
