@@ -248,18 +248,20 @@ def test_slots_in_any_order_are_as_few_copies_as_their_pieces_allow(nodes: tuple
         assert nodes or len(expected) == sum(np.diff(order, prepend=-9) != 1)
 
 
+@pytest.mark.parametrize("moving", [False, True])
 @pytest.mark.parametrize("on_gpu", [0, 2])
 def test_only_experts_without_a_slot_on_the_gpu_are_looked_up(
-    on_gpu: int, monkeypatch: pytest.MonkeyPatch
+    on_gpu: int, moving: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An expert that is not in CPU memory answers with an error, which takes 4 us: 0.6 ms for each layer."""
+    """An expert that is not in CPU memory answers with an error, which takes 4 us: 0.6 ms for each layer. So, too, in
+    layers where nothing has both places while exchanges are under way."""
     each, asked = Layers(on_gpu, live=True).each[0], list[int]()
     layer = streamed_layer(each.cpu, each.gpu, DEVICE)
     assert layer is not None and each.cpu is not None
     expected = [cpu_slot_of(each.cpu, expert) for expert in range(EXPERTS)]
     place_of = type(each.cpu).cpu_slot_of
     monkeypatch.setattr(type(each.cpu), "cpu_slot_of", lambda cpu, e: asked.append(e) or place_of(cpu, e))
-    assert layer.expert_cpu_slots() == expected
+    assert layer.expert_cpu_slots(moving) == expected
     assert asked == [expert for expert, place in enumerate(expected) if place >= 0]
 
 

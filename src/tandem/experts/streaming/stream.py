@@ -88,11 +88,14 @@ class StreamedLayer:
     def expert_cpu_slots(self, moving: bool = False) -> list[int]:
         """Each expert's place; -1 where it is on the GPU, or not in CPU memory. Those with a slot on the GPU are not
         asked for: what is not in CPU memory answers with an error, which takes 4 us, and they are many. moving: they
-        are, too, for one that comes has a slot before the GPU's tables say so, and nobody would compute it."""
-        slots = [] if moving or self.gpu_slots is None else self.gpu_slots.tolist()
-        slots += [NO_SLOT] * (self.cpu.num_experts - len(slots))
-        experts = enumerate(slots[: self.cpu.num_experts])
-        return [cpu_slot_of(self.cpu, expert) if slot == NO_SLOT else -1 for expert, slot in experts]
+        are where one may have both. One that comes has a slot before the GPU's tables say so, and nobody would compute
+        it."""
+        loaded = self.cpu.loaded  # first: whoever leaves is in CPU memory before its slot is gone
+        slots = [] if self.gpu_slots is None else self.gpu_slots.tolist()
+        slots = slots[: self.cpu.num_experts] + [NO_SLOT] * (self.cpu.num_experts - len(slots))
+        all_of_them = moving and loaded != slots.count(NO_SLOT)
+        asked = [all_of_them or slot == NO_SLOT for slot in slots]
+        return [cpu_slot_of(self.cpu, expert) if each else -1 for expert, each in enumerate(asked)]
 
 
 def streamed_layer(
