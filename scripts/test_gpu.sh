@@ -16,6 +16,7 @@ kernel_tests=$(ls tests/kernels/test_ops.py tests/kernels/test_kernels*.py tests
 gpu_tests=$(grep -rlE 'mark\.gpu' tests --include='test_*.py' | grep -v '^tests/faults/' || true)
 fault_tests=$(grep -rlE 'mark\.gpu' tests/faults --include='test_*.py' || true) # alone: one takes all GPU memory
 failed=0
+trap 'exit 130' INT # pytest ends by itself then, and some shells would go on with the next ones
 tests() { "$PYTHON" -m pytest -q -p no:cacheprovider "$@" || [ $? -eq 5 ] || failed=1; } # 5: `-k` leaves none
 # shellcheck disable=SC2086
 tests $kernel_tests "$@"
