@@ -21,7 +21,7 @@ from tandem import _core
 from tandem.engine.start import gpu_side
 from tandem.errors import EngineError
 from tandem.experts.live.cost import READS_PER_EXCHANGE
-from tandem.experts.live.live_experts import AT_ONCE, GIVE_UP, LiveExperts
+from tandem.experts.live.live_experts import AT_ONCE, GIVE_UP, NOTHING_MOVES, LiveExperts
 from tandem.experts.live.policy import LivePolicy, PolicySettings
 from tandem.experts.live.virtual import Habits
 from tandem.experts.residency import Residency
@@ -393,6 +393,9 @@ def test_moving_that_has_failed_costs_no_step_anything() -> None:
     assert timed.experts.resting
     timed.experts._jobs = None  # type: ignore[method-assign,assignment]
     assert timed.steps(20).experts.times().steps == 40
+    assert timed.experts.moves() == NOTHING_MOVES
+    timed.experts._exchange = cast(Any, SimpleNamespace(under_way=True, moves=lambda: None))
+    assert timed.experts.moves() is None  # what was under way may go on: who is where is looked up each time
 
 
 def test_what_was_decided_can_be_finished() -> None:

@@ -172,8 +172,9 @@ class LiveExperts:
         )
 
     def moves(self) -> int | None:
-        """As `LiveExchange.moves`; always the same once moving has failed."""
-        return NOTHING_MOVES if self._failed else self._exchange.moves()
+        """As `LiveExchange.moves`; always the same once moving has failed, unless that was while something was under
+        way: the rest of it may still be done."""
+        return NOTHING_MOVES if self._failed and not self._exchange.under_way else self._exchange.moves()
 
     @property
     def settling(self) -> bool:
