@@ -7,16 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tandem.bench.figures import new_pyplot, save_figure
+
 Line = tuple[str, list[float], list[float]]
 
 
 def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 6))
+    figure, axes = new_pyplot().subplots(figsize=(9, 6))
     axes.axhline(1.0, linestyle=":", color="grey", label="without drafts")
     for label, acceptances, ratios in lines(rows):
         axes.plot(acceptances, ratios, marker="o", label=label)
@@ -24,9 +21,7 @@ def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     axes.legend(fontsize="small")
     first = rows[0]
     figure.suptitle(f"{first['config']}, {first['algorithm']}, overlap {first['overlap']:g}: {first['machine']}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, bbox_inches="tight", format="png")
-    pyplot.close(figure)
+    save_figure(figure, path, bbox_inches="tight")
 
 
 def lines(rows: Sequence[dict[str, Any]]) -> list[Line]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -142,6 +144,16 @@ def test_each_bench_keeps_its_rows_after_ctrl_c(tmp_path, monkeypatch, bench, ki
     with pytest.raises(KeyboardInterrupt):
         bench.run(SimpleNamespace(transformers=False, llama_cpp=False), tmp_path / "rows.json")
     assert json.loads((tmp_path / "rows.json").read_text()) == [dataclasses.asdict(made_up(kind))]
+
+
+def test_what_is_printed_to_is_not_replaced(tmp_path: Path) -> None:
+    """`--out /dev/stdout > rows`: what is printed later belongs there, too."""
+    script = "from pathlib import Path; from tandem.spec.small_files import write_output; print('a', flush=True)"
+    script += "; write_output(Path('/dev/stdout'), b'rows\\n'); print('b')"
+    with (tmp_path / "rows").open("ab") as out:
+        paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+        subprocess.run([sys.executable, "-c", script], stdout=out, check=True, env=paths)
+    assert (tmp_path / "rows").read_text() == "a\nrows\nb\n"
 
 
 def test_a_figure_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

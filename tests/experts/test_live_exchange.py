@@ -389,4 +389,4 @@ def test_all_memory_of_experts_is_held_for_dma(caplog: pytest.LogCaptureFixture)
         (piece,) = layer.pieces(layer.cpu_slot_of(EXPERTS - 1))
         assert address <= piece[1] and piece[1] + piece[2] <= address + nbytes
     hold_all(layers, FakeCopies(holds=sizes[0]))
-    assert "no more memory can be locked; experts move more slowly" in caplog.text
+    assert "no more memory can be locked; experts are not streamed" in caplog.text

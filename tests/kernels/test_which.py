@@ -64,7 +64,8 @@ def test_bfloat16_is_multiplied_as_it_lies_while_rows_are_few() -> None:
     assert gpu_way(FEW_TOKENS, FEW_TOKENS * 8, 128, reads) is ExpertPath.ROWS
     assert gpu_way(FEW_TOKENS + 1, FEW_TOKENS * 8 + 8, 128, reads) is ExpertPath.CODES
     assert gpu_way(most // 8, most, 128, reads) is ExpertPath.CODES
-    assert gpu_way(most // 8 + 1, most + 8, 128, reads) is ExpertPath.PROMPTS
+    assert gpu_way(most // 8 + 1, most + 8, 128, reads) is ExpertPath.TILES
+    assert gpu_way(MANY_PAIRS * 16, MANY_PAIRS * 128, 128, reads) is ExpertPath.PROMPTS
 
 
 def test_rows_of_bfloat16_are_explained() -> None:

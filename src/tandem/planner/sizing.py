@@ -140,16 +140,22 @@ def _with_exchanges(room: GpuRoom, still: GpuMemory) -> GpuMemory:
     requested = room.request.config.kt_enable_dynamic_expert_update
     try:
         memory = _sized(room)
+    except RamTooSmall:
+        return _resting(still, "CPU memory has no room for the experts that their buffers displace", requested)
     except ConfigError:
         memory = replace(still, experts=0)
     if memory.experts == 0 or not (requested or _kept(still, memory)):
         lack = "there" if requested else "to spare"
         why = f"{room.exchanges >> 20} MiB of GPU memory for experts that change places are not {lack}"
-        return replace(still, exchange_reason=why, cramped=why if requested else still.cramped)
+        return _resting(still, why, requested)
     moves, why = live_placement(room.request, memory)
     if not moves:
         return replace(still, exchange_reason=why)
     return replace(memory, exchange_bytes=room.exchanges, exchange_reason=why)
+
+
+def _resting(still: GpuMemory, why: str, requested: bool) -> GpuMemory:
+    return replace(still, exchange_reason=why, cramped=why if requested else still.cramped)
 
 
 def _kept(still: GpuMemory, moving: GpuMemory) -> bool:

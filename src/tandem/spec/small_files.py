@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from tandem.errors import CheckpointError
@@ -82,13 +83,23 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def write_output(path: Path, data: bytes) -> None:
-    """A file that a user named, and its folder: all of it or nothing. A link is followed; a device or a pipe gets the
-    bytes as they come."""
+    """A file that a user named, and its folder: all of it or nothing. A link is followed. A device, a pipe, and what
+    this process prints to get the bytes as they come: another file in that place would lose what is printed later."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not path.is_file():
-        path.write_bytes(data)
+    if path.exists() and (not path.is_file() or _is_printed_to(path)):
+        with path.open("ab") as stream:
+            stream.write(data)
     else:
         write_whole(path.resolve(), data)
+
+
+def _is_printed_to(path: Path) -> bool:
+    named = path.stat()
+    for number in (1, 2):
+        with suppress(OSError):  # closed
+            if os.path.samestat(os.fstat(number), named):
+                return True
+    return False
 
 
 def sync_directory(directory: Path) -> None:

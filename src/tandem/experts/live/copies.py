@@ -135,8 +135,8 @@ def hold_all(
     layers: Sequence[PackedExperts], copies: ExchangeCopies, progress: Callable[[str, int, int], None] | None = None
 ) -> bool:
     """Lets DMA read and write the memory of all layers' experts; progress(what, bytes done, bytes in all). Where the
-    system refuses, the answer is False and experts are copied through the driver's own buffers, for which steps wait.
-    Live placement measures that, and rests where it does not pay."""
+    system refuses, the answer is False. Experts would be copied through the driver's own buffers then, for which steps
+    wait: so they move only where that was asked for, and live placement rests where it does not pay."""
     memory = [layer.own_memory() for layer in layers]
     total, done, started = sum(nbytes for _, nbytes in memory), 0, perf_counter()
     for layer, (address, nbytes) in zip(layers, memory, strict=True):
@@ -144,7 +144,8 @@ def hold_all(
             copies.hold(layer, address, nbytes)
         except EngineError as error:
             _log.warning(
-                "%s; experts move more slowly, and not for long prompts. Raise the limit of locked memory (ulimit -l)",
+                "%s; experts are not streamed for long prompts, and move slowly, if that was asked for, or not at all. "
+                "Raise the limit of locked memory (ulimit -l)",
                 error,
             )
             return False
