@@ -38,8 +38,8 @@ class Reads(NamedTuple):
 
 
 def from_codes(pairs: int, experts: int, plain: bool = False) -> bool:
-    """Whether so many (token, expert) pairs of a layer are multiplied without unpacking, where a kernel can. plain:
-    codes are bfloat16."""
+    """True for so few (token, expert) pairs of a layer that its experts are multiplied without unpacking, where a
+    kernel can. plain: they are bfloat16."""
     return pairs <= (PLAIN_PAIRS if plain else CODES_PAIRS) * experts
 
 

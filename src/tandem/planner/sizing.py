@@ -155,12 +155,13 @@ def _with_exchanges(room: GpuRoom, still: GpuMemory) -> GpuMemory:
 
 
 def _resting(still: GpuMemory, why: str, requested: bool) -> GpuMemory:
+    """Memory without buffers; where a flag asked for them, the plan may give up something else for their room."""
     return replace(still, exchange_reason=why, cramped=why if requested else still.cramped)
 
 
 def _kept(still: GpuMemory, moving: GpuMemory) -> bool:
-    """Whether `moving` has what live placement takes from nobody who did not ask for it. Two buffers would take more
-    than an eighth of very few experts."""
+    """True where buffers leave all but a few experts as they were in `still`: the default takes nothing else. Of very
+    few experts two buffers would take more than an eighth."""
     many = still.experts >= LEAST_EXCHANGE_BUFFERS * SLOTS_OF_EXCHANGE_BUFFER
     cached = moving.memory.kv_tokens >= LEAST_KV_KEPT * still.memory.kv_tokens
     return many and cached and _fixed(moving) == _fixed(still)

@@ -289,8 +289,8 @@ class Start:
         parts = self.parts(self._model(gpu.ops, self.gpu_store(gpu.store, gpu.handoff), usage), usage)
         order_posts(self.plan, gpu)
         copies = registered(self.plan, gpu, self.progress)
-        asked = self.config.kt_enable_dynamic_expert_update
-        live = live_experts(self.plan, gpu, usage, copies) if copies is not None or asked else None
+        can_move = copies is not None or self.config.kt_enable_dynamic_expert_update
+        live = live_experts(self.plan, gpu, usage, copies) if can_move else None
         stream = expert_stream(self.plan, gpu, copies, live, usage)
         if self.meeting is not None and not self.meeting.agree("streams", stream is not None):
             without_stream(gpu)  # steps are as long as all ranks take them

@@ -93,9 +93,8 @@ class StreamedLayer:
         loaded = self.cpu.loaded  # first: whoever leaves is in CPU memory before its slot is gone
         slots = [] if self.gpu_slots is None else self.gpu_slots.tolist()
         slots = slots[: self.cpu.num_experts] + [NO_SLOT] * (self.cpu.num_experts - len(slots))
-        all_of_them = moving and loaded != slots.count(NO_SLOT)
-        asked = [all_of_them or slot == NO_SLOT for slot in slots]
-        return [cpu_slot_of(self.cpu, expert) if each else -1 for expert, each in enumerate(asked)]
+        every = moving and loaded != slots.count(NO_SLOT)
+        return [cpu_slot_of(self.cpu, i) if every or slot == NO_SLOT else -1 for i, slot in enumerate(slots)]
 
 
 def streamed_layer(

@@ -24,7 +24,7 @@ def check_wish(config: EngineConfig) -> None:
 
 
 def live_placement(request: MemoryRequest, memory: GpuMemory) -> tuple[bool, str]:
-    """Whether experts move while serving, and why (not)."""
+    """True where experts move while serving; and the reason, for it or against it."""
     config, model = request.config, request.model
     if config.disable_dynamic_expert_update:
         return False, OFF
