@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.planner.forecast.stream_rates import HOST_SECONDS, PART_SECONDS, WHOLE, StreamRates
+from tandem.planner.forecast.cpu_factors import FIRST_WAIT, MOST_WAIT, ONCE, SECOND_WAIT, CpuFactors
+from tandem.planner.forecast.stream_rates import HOST_SECONDS, PART_SECONDS, TRIED, WHOLE, StreamRates
 from tandem.spec.gpu_scratch import RING_BYTES, ring_of
 
 H100 = {"bus": 6.2e-3, "cpu_fixed": 2.32e-3, "cpu_row": 1.036e-5}  # Qwen3-30B-A3B in int4, as measured
@@ -38,13 +39,21 @@ def test_a_threshold_that_was_asked_for(asked: int) -> None:
 
 
 def test_measured_times_correct_the_split() -> None:
-    """A CPU that takes twice as long as at the start gets less, in steps of such a size."""
+    """A CPU that takes twice as long as at the start gets less, in steps of such a size, and of sizes that nobody has
+    measured."""
     rates, fresh = StreamRates(0.02, 0.001, 1e-4), StreamRates(0.02, 0.001, 1e-4)
     for _ in range(20):
         share = rates.share(100)
         rates.observe(100, share, 2 * (0.001 + 100 * 1e-4) * (1 - share))
     assert rates.cpu_seconds(100) == pytest.approx(2 * fresh.cpu_seconds(100), rel=0.01)
-    assert rates.share(100) > fresh.share(100) and rates.share(1000) == fresh.share(1000)
+    assert rates.share(100) > fresh.share(100)
+    assert rates.cpu_seconds(1000) == pytest.approx(2 * fresh.cpu_seconds(1000), rel=0.01)
+    assert rates.cpu_seconds(8) == fresh.cpu_seconds(8)  # so few rows use few experts
+    for _ in range(20):
+        rates.observe(1000, 0.5, 0.5 * fresh.cpu_seconds(1000))
+    assert rates.cpu_seconds(1000) == pytest.approx(fresh.cpu_seconds(1000), rel=0.01)
+    assert rates.cpu_seconds(100) == pytest.approx(2 * fresh.cpu_seconds(100), rel=0.01)
+    assert 1.2 < rates.cpu_seconds(300) / fresh.cpu_seconds(300) < 1.8  # between both
     before = rates.share(100)
     rates.observe(100, 0.5, 0.0)  # nobody measured
     assert rates.share(100) == before
@@ -57,20 +66,95 @@ def test_one_wild_measurement_changes_little() -> None:
     assert rates.share(512) <= 1.0
 
 
-@pytest.mark.parametrize("in_graphs", [False, True])
-def test_a_cpu_that_was_left_out_is_tried_again(in_graphs: bool) -> None:
-    """After slow steps all experts are streamed. What made it slow may have passed."""
-    rates = StreamRates(**H100)
-    before = rates.share(512, in_graphs)
-    while rates.share(512, in_graphs) < 1.0:
-        rates.observe(512, rates.share(512, in_graphs), 10.0)
+def steps_left_out(rates: StreamRates, in_graphs: bool) -> int:
+    """Until the CPU gets a part again."""
     steps = 0
     while rates.share(512, in_graphs) == 1.0 and steps < 500:
         rates.observe(512, 1.0, 0.0)
         steps += 1
-    assert 10 < steps < 200 and before < rates.share(512, in_graphs) <= WHOLE
-    rates.observe(2048, 1.0, 0.0)  # nothing is known of such steps
-    assert rates.cpu_seconds(2048) == StreamRates(**H100).cpu_seconds(2048)
+    return steps
+
+
+@pytest.mark.parametrize("in_graphs", [False, True])
+def test_a_cpu_that_was_left_out_is_tried_again(in_graphs: bool) -> None:
+    """After slow steps all experts are streamed. What made it slow may have passed: it gets a small part, more and more
+    seldom while it stays slow."""
+    rates = StreamRates(**H100)
+    before = rates.share(512, in_graphs)
+    while rates.share(512, in_graphs) < 1.0:
+        rates.observe(512, rates.share(512, in_graphs), 10.0)
+    waits = []
+    for _ in range(7):
+        waits.append(steps_left_out(rates, in_graphs))
+        share = rates.share(512, in_graphs)
+        assert before < share < 1.0 and 0 < rates.cpu_part(512, share) <= TRIED * rates.bus
+        rates.observe(512, share, 10.0)
+    assert waits == [FIRST_WAIT, SECOND_WAIT, 8, 16, MOST_WAIT, MOST_WAIT, MOST_WAIT]
+    steps_left_out(rates, in_graphs)
+    for _ in range(3):
+        share = rates.share(512, in_graphs)
+        rates.observe(512, share, StreamRates(**H100).cpu_part(512, share))
+        steps_left_out(rates, in_graphs)
+    assert rates.share(512, in_graphs) == pytest.approx(before, abs=0.03)
+
+
+@pytest.mark.parametrize(("in_graphs", "wrong"), [(False, 3), (True, 5)])
+def test_a_cpu_that_the_start_found_too_slow_is_tried_too(in_graphs: bool, wrong: int) -> None:
+    slow = StreamRates(6.2e-3, *(wrong * H100[name] for name in ("cpu_fixed", "cpu_row")))
+    assert slow.share(512, in_graphs) == 1.0
+    assert steps_left_out(slow, in_graphs) == FIRST_WAIT
+    share = slow.share(512, in_graphs)
+    slow.observe(512, share, StreamRates(**H100).cpu_part(512, share))
+    steps_left_out(slow, in_graphs)
+    share = slow.share(512, in_graphs)
+    slow.observe(512, share, StreamRates(**H100).cpu_part(512, share))
+    assert slow.share(512, in_graphs) == pytest.approx(StreamRates(**H100).share(512, in_graphs), abs=0.05)
+
+
+def test_a_cpu_that_would_have_no_part_if_it_were_much_faster_is_never_tried() -> None:
+    rates = StreamRates(**H100)
+    for _ in range(100):
+        assert rates.share(1 << 15, in_graphs=True) == 1.0
+        rates.observe(1 << 15, 1.0, 0.0)
+
+
+def test_a_slow_step_counts_when_the_next_one_is_slow_too() -> None:
+    """And a fast one at once: nobody is faster by chance."""
+    factors = CpuFactors()
+    factors.learn(512, 1.0)
+    factors.learn(512, 3.0)
+    assert factors.of(512) == pytest.approx(ONCE)
+    factors.learn(512, 1.0)
+    assert factors.of(512) < ONCE
+    for ratio in (3.0, 4.0):
+        factors.learn(512, ratio)
+    assert factors.of(512) == 3.0
+    factors.learn(512, 1.0)
+    assert factors.of(512) == 2.0
+    factors.learn(512, 1.0)
+    assert factors.of(512) == 1.0
+    other = CpuFactors()
+    other.learn(512, 0.5)
+    assert other.of(512) == other.of(2048) == 0.5
+
+
+def test_time_of_rows_beyond_those_that_the_start_has_measured_first() -> None:
+    """Rows of an expert count, not of the step: few experts with most rows are beyond, too."""
+    rates = StreamRates(**H100, bend=(256, 5e-6))
+    plain, beyond = StreamRates(**H100), 256 * (H100["cpu_row"] - 5e-6)
+    assert rates.cpu_seconds(256) == plain.cpu_seconds(256)
+    assert rates.cpu_seconds(512) == pytest.approx(plain.cpu_seconds(512) - beyond)
+    assert rates.cpu_part(512, 0.5) == pytest.approx(rates.cpu_seconds(512) / 2)
+    rates.left = [1.0, 0.25, 0.0]
+    assert rates.cpu_part(512, 0.5) == pytest.approx(0.5 * plain.cpu_seconds(256))
+    assert rates.cpu_part(512, 1.0) == 0.0
+
+
+def test_graphs_are_there_for_what_the_start_may_have_got_wrong() -> None:
+    """In 4096 rows a CPU that is a third as slow would have a part."""
+    rates = StreamRates(**H100)
+    assert rates.may_share(512) and rates.may_share(4096) and not rates.may_share(1 << 15)
+    assert rates.share(4096, in_graphs=True) == 1.0
 
 
 def test_large_experts_are_streamed_in_few_parts() -> None:

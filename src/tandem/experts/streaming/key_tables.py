@@ -72,5 +72,17 @@ class KeyTables:
             if index in self._ranks:
                 ranks = np.where(ranks >= 0, self._ranks[index][ranks], -1)
             image[index] = np.where((ranks >= 0) & (ranks < count), ranks + layer.first_key, -1)
-        pinned.read(self._image.view(torch.uint8), self._device_keys.view(torch.uint8))
+        self._send()
         self._counts = counts
+
+    def rows_left(self, rows: npt.NDArray[np.int64]) -> float | None:
+        """Share of these rows, [layers, experts], that the CPU had of all of its experts', by what was told before the
+        step: a mean over the layers. None: there were none."""
+        width = min(rows.shape[1], self.cpu_slots.shape[1])  # shared experts are in one of them only
+        ranks, keys = self.cpu_slots[:, :width], self._image.numpy()[:, :width]
+        of_layer, left = ((rows[:, :width] * which).sum(1) for which in (ranks >= 0, (ranks >= 0) & (keys < 0)))
+        used = of_layer > 0
+        return float((left[used] / of_layer[used]).mean()) if used.any() else None
+
+    def _send(self) -> None:
+        pinned.read(self._image.view(torch.uint8), self._device_keys.view(torch.uint8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from time import perf_counter
 
 import torch
@@ -13,8 +14,11 @@ from tandem.kernels.packed.experts import PackedExperts
 from tandem.planner.forecast.stream_rates import StreamRates
 from tandem.spec.gpu_scratch import StagingRing
 
-FEW, MANY = 64, 256  # rows of the two steps that the CPU's time is read from
-REPEATS = 2  # after one that warms up; the best counts
+FEW, MANY, WIDE = 64, 256, 1024  # rows of the steps that the CPU's time is read from
+MOST_WIDE_SECONDS = 0.25  # of a step of so many rows: where it would take longer, two sizes must do
+REPEATS, MOST_REPEATS = 2, 8  # after one that warms up; the best counts
+ALIKE = 1.05  # times as long as the best the second best takes at most: else a step may be late by chance
+MOST_SECONDS = 0.1  # after which nothing is repeated any more
 
 
 def measured_rates(
@@ -34,11 +38,17 @@ def measured_rates(
     mean = sum(layer.cpu_slots * layer.cpu.bytes_per_expert for layer in layers) / len(layers)
     bus_seconds = _best(copy) * mean / sum(nbytes for *_, nbytes in runs)
     share = sum(layer.cpu.loaded for layer in layers) / len(layers) / largest.cpu.loaded
-    experts = largest.cpu.num_experts
-    few_seconds, many_seconds = (share * _best(_step(largest.cpu, rows, top_k, experts)) for rows in (FEW, MANY))
-    per_row = max(0.0, many_seconds - few_seconds) / (MANY - FEW)
-    parts = -(-largest.cpu_slots // ring.experts)
-    return StreamRates(bus_seconds, max(0.0, few_seconds - FEW * per_row), per_row, parts=parts)
+    rates = cpu_rates(lambda rows: share * _best(_step(largest.cpu, rows, top_k, largest.cpu.num_experts)))
+    return replace(rates, bus=bus_seconds, parts=-(-largest.cpu_slots // ring.experts))
+
+
+def cpu_rates(seconds_of: Callable[[int], float]) -> StreamRates:
+    """Rates of the CPU alone, from what steps of some sizes take."""
+    few, many = seconds_of(FEW), seconds_of(MANY)
+    per_row, bend = max(0.0, many - few) / (MANY - FEW), None
+    if many + (WIDE - MANY) * per_row <= MOST_WIDE_SECONDS:
+        bend = MANY, max(0.0, seconds_of(WIDE) - many) / (WIDE - MANY)
+    return StreamRates(0.0, max(0.0, few - FEW * per_row), per_row, bend=bend)
 
 
 def _step(layer: PackedExperts, rows: int, top_k: int, experts: int) -> Callable[[], object]:
@@ -53,11 +63,13 @@ def _step(layer: PackedExperts, rows: int, top_k: int, experts: int) -> Callable
 
 
 def _best(call: Callable[[], object]) -> float:
-    """Seconds."""
+    """Seconds. Repeated until the two best are alike, for a moment in which the machine is busy counts for long."""
     call()
-    times = []
-    for _ in range(REPEATS):
+    times = list[float]()
+    while len(times) < REPEATS or (times[1] > ALIKE * times[0] and len(times) < MOST_REPEATS):
         started = perf_counter()
         call()
-        times.append(perf_counter() - started)
-    return min(times)
+        times = sorted([*times, perf_counter() - started])
+        if len(times) >= REPEATS and sum(times) > MOST_SECONDS:
+            break
+    return times[0]

@@ -186,7 +186,9 @@ class ExpertStream:
         self.rows = 0  # of this step
         self.counts: dict[int, int] = {}
         """How many slots of each layer are streamed in this step; empty: none is."""
-        self._last: tuple[int, float] | None = None  # rows of the step before, and its share
+        self._cpu_slots = sum(layer.cpu_slots for layer in layers if layer is not None)
+        self._last: tuple[int, float] | None = None  # rows of the step before, and its share; None: it says nothing
+        self._shared = 0, 0.0  # likewise, of the last step that could stream
         self._served = 0.0  # what `StreamReadings.served` said before it
 
     @property
@@ -197,15 +199,15 @@ class ExpertStream:
     def begin(self, rows: int, shared: bool = False, layers: Layers = Layers.GIVEN) -> None:
         """Before a step of so many rows; 0: one that is recorded or replayed, in which nothing is streamed. shared:
         others wait in it for their next token."""
-        if self.deliveries.failed:
-            self._last = None  # the step's times say nothing
+        self._learn()
         if rows:
             self._reorder()
         long = shared and self.rates.least_rows is None and self.step_seconds > MOST_SHARED_SECONDS
         self.rows, share = rows, self._share(0 if long else rows, layers is Layers.SPLIT)
         share = 1.0 if layers is Layers.WHOLE and share > 0 else share
-        self._last = None if layers is Layers.WHOLE else self._last  # others use the CPU meanwhile
         self.counts = _planned(self._layers, share, layers is Layers.SPLIT)
+        if rows and not long and layers is not Layers.WHOLE:  # there others use the CPU meanwhile
+            self._last = rows, sum(self.counts.values()) / self._cpu_slots
         for index, count in self.counts.items():
             if (cpu_slots := self._order.arranged(index, count)) is not None:
                 self._tables.rank(index, cpu_slots)
@@ -238,20 +240,31 @@ class ExpertStream:
 
     def splits(self, rows: int) -> bool:
         """Whether bus and CPU share the experts of such a step, where its layers are graphs."""
+        self._learn()
         self._reorder()
         return 0.0 < self.rates.share(rows, in_graphs=True) < 1.0
 
-    def _share(self, rows: int, in_graphs: bool) -> float:
-        """Share of experts that are streamed; and learns from the step before."""
-        cpu_seconds, (before, least) = self._followed.served(), (self._last, self._served)
-        if before is not None:
+    def _learn(self) -> None:
+        """From the step before, once. First: a new order says nothing about the rows that the CPU had in that step."""
+        last, cpu_seconds = self._last, self._followed.served()
+        if last is not None and not self.deliveries.failed:  # else the step's times say nothing
             count = sum(layer is not None for layer in self._layers)
-            self.rates.observe(*before, (cpu_seconds - least) / count)
-        share = self.rates.share(rows, in_graphs) if rows else 0.0
-        if before is not None and before[0] == rows and abs(share - before[1]) < NEARLY and 0 < share < 1:
-            share = before[1]
-        self._last, self._served = (rows, share) if rows else None, cpu_seconds
-        return share
+            self.rates.observe(*last, (cpu_seconds - self._served) / count, self._rows_left())
+        self._last, self._served = None, cpu_seconds
+
+    def _rows_left(self) -> float | None:
+        """Share of the rows that the CPU had in the step before; None: nobody has counted them."""
+        if self._pending_counts is None or not self.counts:
+            return None
+        return self._tables.rows_left(self._order.new_rows(self._pending_counts.tokens()))
+
+    def _share(self, rows: int, in_graphs: bool) -> float:
+        """Share of experts that are streamed."""
+        if not rows:
+            return 0.0
+        (before, near), share = self._shared, self.rates.share(rows, in_graphs)
+        self._shared = rows, near if before == rows and abs(share - near) < NEARLY and 0 < share < 1 else share
+        return self._shared[1]
 
     def keys(self, index: int, ids: Tensor, slots: Tensor) -> Tensor:
         """int32 [T, k]: of pairs of the layer `index`; -1 for those that the CPU computes."""

@@ -34,9 +34,7 @@ class TransferOrder:
     def learn(self, tokens: npt.NDArray[Any], cpu_slots: CpuSlots) -> None:
         """tokens [layers, experts]: rows of each since the start, modulo 2^32; slots [layers, experts]: where each is
         in CPU memory, or -1."""
-        counts = tokens.astype(np.int64)
-        new = counts if self._last_tokens is None else (counts - self._last_tokens) % (1 << 32)
-        self._last_tokens = counts
+        new, self._last_tokens = self.new_rows(tokens), tokens.astype(np.int64)
         if not new.any():
             return
         shares, previous = new / np.maximum(1, new.sum(1, keepdims=True)), self._recent_shares
@@ -44,6 +42,11 @@ class TransferOrder:
             shares = np.where(new.any(1, keepdims=True), NEWEST * shares + (1 - NEWEST) * previous, previous)
         self._recent_shares = shares
         self._renew(cpu_slots)
+
+    def new_rows(self, tokens: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        """Rows of each expert since `learn` was told, [layers, experts]. tokens: as there."""
+        counts = tokens.astype(np.int64)
+        return counts if self._last_tokens is None else (counts - self._last_tokens) % (1 << 32)
 
     def arranged(self, layer: int, count: int) -> CpuSlots | None:
         """Its slots, such that the first `count` had most rows. Within both parts they ascend, for neighbours are one
