@@ -32,6 +32,7 @@ from made_up_gguf import QWEN3_30B, FileTypes, Sizes, room, write  # noqa: E402
 
 PROMPTS = 512, 2048, 8192
 DECODE, CONTEXT = 64, 128  # tokens decoded there; tokens of the sequence here
+WARM, TIMED = 4, 4  # prompts of each length: a start's first ones teach what bus and CPU take; `-r` there
 OURS_DENSE = {"q4_0": "int4-g128", "bf16": "bf16"}
 Point = tuple[str, int]
 """What is measured ("decode" or "prompt"), and of how many tokens."""
@@ -43,7 +44,7 @@ class Peer:
     """`llama-bench` on one file."""
 
     def __init__(self, program: Path, file: Path, layers: int, threads: int) -> None:
-        self._words = [str(program), "-m", str(file), "-r", "2", "-o", "json", "-t", str(threads)]
+        self._words = [str(program), "-m", str(file), "-r", str(TIMED), "-o", "json", "-t", str(threads)]
         self._layers, self.version, self.best = layers, "", dict[tuple[float, Point], str]()
 
     def rates(self, share: float, cpu_only: bool = False) -> Rates:
@@ -101,7 +102,9 @@ class Ours:
 
         rates: Rates = {("decode", DECODE): 1 / min(hybrid.step_times(self._built, 1, self._decode))}
         for tokens in PROMPTS:
-            rates["prompt", tokens] = tokens / min(prefill.prompt_seconds(self._built, tokens, 2))
+            times = list(prefill.prompt_seconds(self._built, tokens, WARM + TIMED - 1))
+            print(f"prompts of {tokens}, ms: {[round(1e3 * each, 1) for each in times]}", file=sys.stderr, flush=True)
+            rates["prompt", tokens] = tokens / statistics.median(times[-TIMED:])
         return rates
 
 

@@ -34,7 +34,7 @@ if AVAILABLE:
     from tandem.kernels.gpu.expert_rows import ExpertActivation
     from tandem.kernels.gpu.ops import GpuOps
     from tandem.kernels.gpu.panels import Panels
-    from tandem.kernels.gpu.prompts import grouped, products, rows
+    from tandem.kernels.gpu.prompts import grouped, products, rows, wgmma_product
     from tandem.kernels.gpu.prompts.code_product import activated, multiplied
     from tandem.kernels.gpu.prompts.order import order
     from tandem.kernels.gpu.prompts.products import ExpertGroup, PromptExperts, parts_of
@@ -121,18 +121,22 @@ class Layer:
         return got
 
 
-@pytest.fixture(params=["PyTorch's", "ours", "from codes"])
+@pytest.fixture(params=["PyTorch's", "ours", "from codes", "by warpgroups"])
 def many(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """So few tokens are many; with either grouped product, or from codes where they are read."""
-    if request.param == "from codes" and not torch.cuda.is_available():
+    from_codes = request.param in ("from codes", "by warpgroups")
+    if from_codes and not torch.cuda.is_available():
         pytest.skip("codes are decoded on GPUs only")
+    if request.param == "by warpgroups" and torch.cuda.get_device_capability(DEVICE) != wgmma_product.HOPPER:
+        pytest.skip("only Hopper has wgmma")
     if request.param == "ours" and INTERPRETED:
         pytest.skip("the interpreter multiplies the bits of bfloat16, as if they were integers")
     if request.param == "PyTorch's" and not products.has_pytorchs(DEVICE):
         pytest.skip("PyTorch's asks this GPU back")
     monkeypatch.setattr(products, "has_pytorchs", lambda device: request.param != "ours")
     for name in ("CODES_PAIRS", "PLAIN_PAIRS"):
-        monkeypatch.setattr(which, name, 192 if request.param == "from codes" else -1)
+        monkeypatch.setattr(which, name, 192 if from_codes else -1)
+    monkeypatch.setattr(which, "WGMMA_LEAST_PAIRS", -1 if request.param == "by warpgroups" else 1 << 30)
     monkeypatch.setattr(which, "MANY_TOKENS", 17)
     monkeypatch.setattr(which, "MANY_PAIRS", 0)
     monkeypatch.setattr(products, "ALIGNED_TOKENS", 8)
@@ -296,6 +300,53 @@ def test_products_from_codes(
     assert (h - expected).norm() <= 0.5 * 2.0**-8 * expected.norm()
     expected = torch.einsum("rk,rnk->rn", h, numbers[2][whose])
     assert (got.cpu()[:rows].double() - expected).norm() <= 0.5 * 2.0**-8 * expected.norm()
+
+
+@needs_cuda
+@pytest.mark.parametrize("fmt", ["bf16", "int4 bf16", "int4 f16", "fp8", "mxfp4", "mxfp8", "q8_0"])
+@pytest.mark.parametrize("shape", [(384, 256), (320, 192)])
+def test_products_by_warpgroups(ops: GpuOps, fmt: str, shape: tuple[int, int]) -> None:
+    """Against float64, as above, over tiles of each size; twice, the same bits. 20 panels are no whole items."""
+    made = Layer(ops, fmt, *shape)
+    layer = made.there
+    if not all(wgmma_product.reads(panels, DEVICE) for panels in (layer.gate_up, layer.down)):
+        pytest.skip(f"{torch.cuda.get_device_name(DEVICE)} or this shape: other products")
+    counts = torch.tensor([0, 1, 130, 40, 65 + 5 * wgmma_product.MOST_ROWS])
+    count, ends = int(counts.sum()), counts.cumsum(0).int().to(DEVICE)
+    x = torch.randn(count + wgmma_product.MOST_ROWS, shape[0]).bfloat16()
+    x[count:] = float("nan")  # nobody's rows
+    numbers = [torch.stack([exact(expert[i]).double() for expert in made.each[1:]]) for i in range(3)]
+    packed, whose = Packed(layer.pool, layer.stride, 0), torch.arange(5).repeat_interleave(counts)
+    into, out_of = reordered(x).to(DEVICE), ExpertActivation(shape[1])
+    between = wgmma_product.activated(into, packed, layer.gate_up, ends, out_of, ends)
+    got = wgmma_product.multiplied(between, packed, layer.gate_up.bytes, layer.down, ends)
+    again = wgmma_product.multiplied(between, packed, layer.gate_up.bytes, layer.down, ends)
+    assert torch.equal(got[:count], again[:count])
+    gate, up = (torch.einsum("rk,rnk->rn", x[:count].double(), numbers[i][whose]) for i in range(2))
+    expected = reordered(torch.nn.functional.silu(gate) * up)
+    h = between.cpu()[:count].double()
+    assert (h - expected).norm() <= 0.5 * 2.0**-8 * expected.norm()
+    expected = torch.einsum("rk,rnk->rn", h, reordered(numbers[2][whose]))
+    assert (got.cpu()[:count].double() - expected).norm() <= 0.5 * 2.0**-8 * expected.norm()
+
+
+def reordered(x: Tensor) -> Tensor:
+    """Columns as wgmma takes them: `REORDERED` in each 32."""
+    column = torch.arange(x.shape[-1])
+    out = torch.empty_like(x)
+    out[..., column // 32 * 32 + torch.tensor(wgmma_product.REORDERED)[column % 32]] = x
+    return out
+
+
+def test_rows_are_gathered_in_the_order_of_wgmma() -> None:
+    torch.manual_seed(0)
+    x, keys = torch.randn(9, 96).bfloat16(), torch.tensor([[0], [1], [0], [-1], [1], [1], [0], [2], [2]])
+    keys = keys.int().to(DEVICE)
+    each = order(keys, torch.zeros(3, dtype=torch.int32, device=DEVICE), [3])
+    plain, _ = rows.gather(x.to(DEVICE), each, None, range(3))
+    got, _ = rows.gather(x.to(DEVICE), each, None, range(3), reordered=True, spare=5)
+    assert len(got) == len(plain) + 5
+    assert torch.equal(got[:8].cpu(), reordered(plain[:8].cpu()))
 
 
 def test_few_rows_are_not_unpacked() -> None:

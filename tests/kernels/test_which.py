@@ -16,8 +16,11 @@ from tandem.kernels.which import (
     MANY_PAIRS,
     MANY_TOKENS,
     PLAIN_PAIRS,
+    WGMMA_LEAST_PAIRS,
+    WGMMA_PAIRS,
     ExpertPath,
     Reads,
+    by_warpgroups,
     cpu_kernel,
     gpu_way,
 )
@@ -66,6 +69,18 @@ def test_bfloat16_is_multiplied_as_it_lies_while_rows_are_few() -> None:
     assert gpu_way(most // 8, most, 128, reads) is ExpertPath.CODES
     assert gpu_way(most // 8 + 1, most + 8, 128, reads) is ExpertPath.TILES
     assert gpu_way(MANY_PAIRS * 16, MANY_PAIRS * 128, 128, reads) is ExpertPath.PROMPTS
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_whole_warpgroups_take_more_rows_without_unpacking(plain: bool) -> None:
+    reads = Reads(not plain, True, codes=True, plain=plain, wgmma=True)
+    for each in (WGMMA_LEAST_PAIRS + 1, WGMMA_PAIRS):
+        assert gpu_way(each * 16, each * 128, 128, reads) is ExpertPath.CODES
+        assert by_warpgroups(each * 128, 128)
+    assert gpu_way(WGMMA_PAIRS * 16 + 1, WGMMA_PAIRS * 128 + 8, 128, reads) is ExpertPath.PROMPTS
+    few = gpu_way(WGMMA_LEAST_PAIRS * 16, WGMMA_LEAST_PAIRS * 128, 128, reads)
+    assert few is (ExpertPath.PROMPTS if plain else ExpertPath.CODES)
+    assert not by_warpgroups(WGMMA_LEAST_PAIRS * 128, 128)
 
 
 def test_rows_of_bfloat16_are_explained() -> None:

@@ -6,7 +6,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from tandem import _core
-from tandem.spec.gpu_scratch import CODES_PAIRS, PLAIN_PAIRS
+from tandem.spec.gpu_scratch import CODES_PAIRS, PLAIN_PAIRS, WGMMA_LEAST_PAIRS, WGMMA_PAIRS
 
 FEW_TOKENS = 16  # up to here every (token, expert) pair streams its weights; from there on tiles share them
 MANY_TOKENS, MANY_PAIRS = (
@@ -28,18 +28,27 @@ class ExpertPath(Enum):
 class Reads(NamedTuple):
     """Ways in which kernels can read a layer's experts. mma: codes that become operands of tensor cores; prompts:
     matrices that may be unpacked, outside of graphs; each_row: only kernels that compute a row as if it were alone are
-    taken; codes: as mma, for tiles of rows; plain: these codes are bfloat16 itself."""
+    taken; codes: as mma, for tiles of rows; plain: these codes are bfloat16 itself; wgmma: whole warpgroups multiply
+    them."""
 
     mma: bool
     prompts: bool
     each_row: bool = False
     codes: bool = False
     plain: bool = False
+    wgmma: bool = False
 
 
-def from_codes(pairs: int, experts: int, plain: bool = False) -> bool:
+def by_warpgroups(pairs: int, experts: int) -> bool:
+    """True for so many (token, expert) pairs of a layer that whole warpgroups share its codes, where a kernel can."""
+    return pairs > WGMMA_LEAST_PAIRS * experts
+
+
+def from_codes(pairs: int, experts: int, plain: bool = False, wgmma: bool = False) -> bool:
     """True for so few (token, expert) pairs of a layer that its experts are multiplied without unpacking, where a
-    kernel can. plain: they are bfloat16."""
+    kernel can. plain: they are bfloat16. wgmma: whole warpgroups can."""
+    if wgmma and by_warpgroups(pairs, experts):
+        return pairs <= WGMMA_PAIRS * experts
     return pairs <= (PLAIN_PAIRS if plain else CODES_PAIRS) * experts
 
 
@@ -47,7 +56,7 @@ def gpu_way(tokens: int, pairs: int, experts: int, reads: Reads) -> ExpertPath:
     """pairs: (token, expert) pairs of the step; experts: of the layer."""
     if tokens <= FEW_TOKENS or reads.each_row:
         return ExpertPath.MMA if reads.mma else ExpertPath.ROWS
-    if reads.codes and from_codes(pairs, experts, reads.plain):
+    if reads.codes and from_codes(pairs, experts, reads.plain, reads.wgmma):
         return ExpertPath.CODES
     many = tokens >= MANY_TOKENS and pairs >= MANY_PAIRS * experts
     return ExpertPath.PROMPTS if reads.prompts and many else ExpertPath.TILES
@@ -72,7 +81,8 @@ _WHY = {
     ExpertPath.MMA: f"at most {FEW_TOKENS} tokens: each pair streams its codes through tensor cores",
     ExpertPath.ROWS: f"at most {FEW_TOKENS} tokens: each pair streams its weights",
     ExpertPath.TILES: "tiles of rows share the weights of their expert",
-    ExpertPath.CODES: f"at most {CODES_PAIRS} pairs an expert ({PLAIN_PAIRS} of bf16): its rows share its codes",
+    ExpertPath.CODES: f"at most {CODES_PAIRS} pairs an expert ({PLAIN_PAIRS} of bf16): its rows share its codes"
+    f" (Hopper: up to {WGMMA_PAIRS}, more than {WGMMA_LEAST_PAIRS} by wgmma)",
     ExpertPath.PROMPTS: f"{MANY_TOKENS} tokens and {MANY_PAIRS} pairs an expert: weights are unpacked once",
 }
 

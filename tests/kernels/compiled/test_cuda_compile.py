@@ -20,7 +20,7 @@ from tandem.formats.gpu_reading import MMA_CODES, MMA_SCALES
 from tandem.kernels.gpu.mma import code_mma, expert_mma
 from tandem.kernels.gpu.mma.mma_source import Kind
 from tandem.kernels.gpu.nvrtc import COMMON
-from tandem.kernels.gpu.prompts import code_product
+from tandem.kernels.gpu.prompts import code_product, wgmma_product
 from tandem.kernels.gpu.ranks import lane
 from tandem.mechanisms.delta_net.gpu import rows
 from tandem.mechanisms.delta_net.shape import DeltaRule
@@ -54,13 +54,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def compile_log(source: str, gpu: int) -> str:
+def compile_log(source: str, gpu: int, features: str = "") -> str:
     """What the compiler says of a source; nothing where it made machine code of it."""
     library, program = nvrtc(), ctypes.c_void_p()
     assert library is not None
     text = (COMMON + source).encode()
     assert library.nvrtcCreateProgram(ctypes.byref(program), text, b"source.cu", 0, None, None) == 0
-    options = [b"--std=c++17", f"--gpu-architecture=sm_{gpu}".encode()]
+    options = [b"--std=c++17", f"--gpu-architecture=sm_{gpu}{features}".encode()]
     failed = library.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
     size = ctypes.c_size_t()
     library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
@@ -129,3 +129,20 @@ def test_the_lanes_between_ranks_compile(gpu: int) -> None:
 
 def test_a_definition_that_comes_twice_is_found() -> None:
     assert "already been defined" in compile_log("__device__ void f() {}\n" * 2, 90)
+
+
+def wgmma_source(kind: Kind, scale_steps: int, ending: Activation | None) -> str:
+    rows = wgmma_product.MOST_ROWS
+    stages = wgmma_product.STAGES_BYTES // wgmma_product.stage_bytes(kind, scale_steps, rows)
+    assert stages >= 3  # one that is read, one that is there, one that is brought
+    return wgmma_product.source(kind, wgmma_product.Blocks(rows, stages, 2048, 18432), scale_steps, ending)
+
+
+@pytest.mark.parametrize(
+    ("kind", "scale_steps"),
+    [(ONE_OF_EACH[0], 1), (ONE_OF_EACH[1], 1), (ONE_OF_EACH[2], 4), (ONE_OF_EACH[3], 1), (PLAIN, 1)],
+    ids=str,
+)
+@pytest.mark.parametrize("ending", [SILU, Activation("relu2"), None], ids=["silu", "relu2", "none"])
+def test_products_of_warpgroups_compile(kind: Kind, scale_steps: int, ending: Activation | None) -> None:
+    assert compile_log(wgmma_source(kind, scale_steps, ending), 90, features="a") == ""

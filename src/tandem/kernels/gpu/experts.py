@@ -166,8 +166,8 @@ class GpuExperts:
         added to the sums, so they may be rounded."""
         slots = expert_rows.slots_of(routing)
         unpacks = self.prompts is not None and not self.step.captured
-        codes, plain = (False, False) if self.prompts is None else (self.prompts.codes, self.prompts.plain)
-        reads = Reads(self._mma, unpacks, self.step.each_row, codes, plain)
+        ways = (False,) * 3 if self.prompts is None else self.prompts.ways
+        reads = Reads(self._mma, unpacks, self.step.each_row, *ways)
         way = gpu_way(len(x), slots.numel(), len(self.slot_of), reads)
         if way is ExpertPath.MMA:
             return PartialSums(self._multiplied(x.contiguous(), routing, final), None)

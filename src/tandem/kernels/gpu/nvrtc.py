@@ -28,15 +28,15 @@ COMMON = cuda_source(__file__)
 """Source that every other one begins with."""
 
 
-def compiled(source: str, names: Sequence[str], device_index: int | None) -> list[Any]:
+def compiled(source: str, names: Sequence[str], device_index: int | None, features: str = "") -> list[Any]:
     """The kernels of these `extern "C"` names, loaded on a device; None: the current one. Compiling may allocate and
-    synchronise, so it comes before a capture."""
+    synchronise, so it comes before a capture. features: "a" for what this generation of GPUs alone has."""
     from cuda.core import Device, Program, ProgramOptions
 
     device = Device(device_index)
     device.set_current()
     kernel_loads.begin()
-    program = Program(COMMON + source, "c++", options=ProgramOptions(std="c++17", arch=f"sm_{device.arch}"))
+    program = Program(COMMON + source, "c++", options=ProgramOptions(std="c++17", arch=f"sm_{device.arch}{features}"))
     module = program.compile("cubin")
     kernels = [module.get_kernel(name) for name in names]
     kernel_loads.end("NVRTC", ", ".join(names))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +33,8 @@ from tandem.kernels.gpu.panels import Panels
 from tandem.kernels.gpu.prompts.unpack import Packed
 from tandem.spec.activation import Activation
 
-SOURCE = cuda_source(__file__)
+TILE_FILE = str(Path(__file__).with_name("code_tile.cu"))
+SOURCE = cuda_source(TILE_FILE) + cuda_source(__file__)
 
 WARPS = 4
 # Rows of an expert on average, up to which tiles have 16 and 32. Both products of a layer of Qwen3-30B-A3B took with 8,

@@ -1,5 +1,5 @@
 """`PromptExperts`: a layer's experts with many rows each, multiplied on the tensor cores. Up to some two hundred rows
-codes are decoded in registers (`code_product.py`). From there on panels become bfloat16 in scratch, some experts at a
+codes are decoded in registers (`code_product.py`; on Hopper twice as many, `wgmma_product.py`). From there on panels become bfloat16 in scratch, some experts at a
 time, for a grouped product: PyTorch's on Hopper and Blackwell servers, ours elsewhere.
 
 Nothing is asked back from the GPU: who has how many rows is known there only. Scratch is bounded
@@ -21,11 +21,11 @@ from torch import Tensor
 from tandem.kernels.gpu.expert_rows import ExpertActivation
 from tandem.kernels.gpu.mma.mma_source import has_plain_steps
 from tandem.kernels.gpu.panels import Panels
-from tandem.kernels.gpu.prompts import code_product, grouped, rows
+from tandem.kernels.gpu.prompts import code_product, grouped, rows, wgmma_product
 from tandem.kernels.gpu.prompts.order import Order, order
 from tandem.kernels.gpu.prompts.unpack import Packed, unpack
 from tandem.kernels.ops import Routing
-from tandem.kernels.which import from_codes
+from tandem.kernels.which import by_warpgroups, from_codes
 from tandem.planner.cuda_graphs import PROMPT_SIZES
 from tandem.spec.gpu_scratch import expert_row_bytes, experts_at_once, pair_bytes, unpacked_bytes
 
@@ -93,7 +93,7 @@ def parts_of(pool: Tensor, stride: int, experts: int, at_once: int) -> list[Expe
 
 class PromptExperts:
     """Products of experts of one shape and format; each call names the experts. codes: few rows need no unpacking;
-    plain: nor are these codes, but bfloat16."""
+    plain: nor are these codes, but bfloat16; wgmma: whole warpgroups multiply either."""
 
     def __init__(
         self, gate_up: Panels, down: Panels, between: ExpertActivation, device: torch.device, experts: int
@@ -103,9 +103,15 @@ class PromptExperts:
         self._experts = experts
         self.codes = all(code_product.reads(panels, device) for panels in (gate_up, down))
         self.plain = any(map(has_plain_steps, (gate_up, down)))
+        self.wgmma = all(wgmma_product.reads(panels, device) for panels in (gate_up, down))
         self.hidden, self.width = gate_up.depth, between.width
         self.at_once = experts_at_once(_memory(device), experts, self.hidden, self.width)
         self._scratch: Tensor | None = None
+
+    @property
+    def ways(self) -> tuple[bool, bool, bool]:
+        """codes, plain and wgmma, as `Reads` has them."""
+        return self.codes, self.plain, self.wgmma
 
     @staticmethod
     def reads(matrices: tuple[Panels, Panels], between: ExpertActivation) -> bool:
@@ -121,7 +127,7 @@ class PromptExperts:
         sizes = [part.count for part in parts]
         counts = torch.zeros((len(pieces), sum(sizes)), dtype=torch.int32, device=x.device)
         orders = [order(piece[1], counts[i], sizes) for i, piece in enumerate(pieces)]
-        first, unpacks = 0, not (self.codes and from_codes(keys.numel(), self._experts, self.plain))
+        first, unpacks = 0, not (self.codes and from_codes(keys.numel(), self._experts, self.plain, self.wgmma))
         for part in parts:
             key_range = range(first, first + part.count)
             part.arrive()
@@ -170,6 +176,11 @@ class PromptExperts:
         matrices, or their codes."""
         ends = order.ends[keys.start : keys.stop]
         ids = None if self.between.gate_up is None else routing.ids
+        if isinstance(which, Packed) and self.wgmma and by_warpgroups(order.keys.numel(), self._experts):
+            gathered, whose = rows.gather(x, order, ids, keys, reordered=True, spare=wgmma_product.MOST_ROWS)
+            between = wgmma_product.activated(gathered, which, self._gate_up, ends, self.between, whose)
+            del gathered
+            return wgmma_product.multiplied(between, which, self._gate_up.bytes, self._down, ends)
         gathered, whose = rows.gather(x, order, ids, keys)
         if isinstance(which, Packed):
             mean = len(gathered) / self._experts

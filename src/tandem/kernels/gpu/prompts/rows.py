@@ -30,11 +30,14 @@ def _places(keys, ranks, first, t, head, tail, TOP_K: tl.constexpr, PAIRS: tl.co
 
 @triton.jit(do_not_specialize=["head", "tail"], do_not_specialize_on_alignment=["first"])
 def _gather(x, keys, ranks, first, ids, out, whose, width, head, tail, TOP_K: tl.constexpr, PAIRS: tl.constexpr,
-            BLOCK: tl.constexpr, BIASED: tl.constexpr):  # fmt: skip
+            BLOCK: tl.constexpr, BIASED: tl.constexpr, REORDERED: tl.constexpr):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     row, here = _places(keys, ranks, first, t, head, tail, TOP_K, PAIRS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + t * width + column, column < width)
+    source = column
+    if REORDERED:  # the inverse of wgmma_product.REORDERED
+        source = column // 32 * 32 + column // 2 % 4 * 8 + column // 8 % 4 * 2 + column % 2
+    value = tl.load(x + t * width + source, column < width)
     at = out + row[:, None] * width + column[None, :]
     tl.store(at, tl.broadcast_to(value[None, :], [PAIRS, BLOCK]), here[:, None] & (column < width)[None, :])
     if BIASED and tl.program_id(1) == 0:
@@ -89,16 +92,19 @@ def _add(down, keys, ranks, first, ids, weights, biases, sums, width, head, tail
     tl.store(sums + t * width + column, total, inside)
 
 
-def gather(x: Tensor, order: Order, ids: Tensor | None, keys: range) -> tuple[Tensor, Tensor]:
-    """x bfloat16 [T, H] -> [T * k, H]: the rows of the part that `keys` are, then nothing that means anything. With ids
-    int32 [T, k] also whose row each is, int32 [T * k]."""
+def gather(
+    x: Tensor, order: Order, ids: Tensor | None, keys: range, reordered: bool = False, spare: int = 0
+) -> tuple[Tensor, Tensor]:
+    """x bfloat16 [T, H] -> [T * k + spare, H]: the rows of the part that `keys` are, then nothing that means anything.
+    With ids int32 [T, k] also whose row each is, int32 [T * k]. reordered: as wgmma takes k
+    (`wgmma_product.REORDERED`)."""
     tokens, k = order.keys.shape
-    out = x.new_empty((tokens * k, x.shape[1]))
+    out = x.new_empty((tokens * k + spare, x.shape[1]))
     whose = order.keys if ids is None else torch.empty_like(order.keys)
     _gather[(tokens, triton.cdiv(x.shape[1], COLUMNS))](
         x, order.keys, order.ranks, order.first, order.keys if ids is None else ids, out, whose, x.shape[1],
         keys.start, keys.stop, TOP_K=k, PAIRS=triton.next_power_of_2(k), BLOCK=COLUMNS, BIASED=ids is not None,
-        num_warps=4,
+        REORDERED=reordered, num_warps=4,
     )  # fmt: skip
     return out, whose
 
