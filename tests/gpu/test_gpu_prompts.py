@@ -191,6 +191,23 @@ def test_what_a_plan_counts_is_taken(ops: GpuOps, many: None) -> None:
     assert taken in (0, expert_scratch_bytes(products._memory(DEVICE), COUNT, 256, 256))
 
 
+def test_engines_of_a_process_unpack_beside_each_other(ops: GpuOps) -> None:
+    """One's kernels may come between two of another's; layers of one engine have the same memory."""
+    first, second = (Layer(ops, "bf16").there for _ in range(2))
+    other = Layer(GpuOps(DEVICE, ops.cpu), "int8").there
+    counts = torch.ones(1, COUNT, dtype=torch.int32, device=DEVICE)
+    unpacked = []
+    for layer in (first, second, other):
+        (part,) = layer.parts()
+        assert layer.prompts is not None
+        unpacked.append(layer.prompts._unpacked(part, counts, 0))
+        if layer is first:
+            before = [matrix.clone() for matrix in unpacked[0]]
+    assert all(matrix.eq(own).all() for matrix, own in zip(unpacked[0], before, strict=True))
+    addresses = [matrices[0].data_ptr() for matrices in unpacked]
+    assert addresses[0] == addresses[1] != addresses[2]
+
+
 class NoKernel:
     """Stands for a kernel: what calls it only allocates."""
 

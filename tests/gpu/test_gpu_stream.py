@@ -142,7 +142,7 @@ class Layers:
         self, share: float, least_rows: int = 1, bus: object = None, parts: int = 2, told: ScriptedSetup | None = None
     ) -> ExpertStream:
         """Attached, with a ring of so many parts of two experts."""
-        layers = [streamed_layer(each.cpu, each.gpu, DEVICE) for each in self.each]
+        layers = [streamed_layer(each.cpu, each.gpu, self.ops) for each in self.each]
         nbytes = max(layer.cpu.bytes_per_expert for layer in layers if layer)
         bus = bus or (FakeBus() if DEVICE.type == "cpu" else CudaCopyStream(DEVICE))
         followed = StreamReadings() if told is None else StreamReadings(ask=lambda: told)
@@ -234,7 +234,7 @@ def test_on_several_memory_nodes_too(fmt: str, nodes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("nodes", [(), (0, 1)])
 def test_slots_in_any_order_are_as_few_copies_as_their_pieces_allow(nodes: tuple[int, ...]) -> None:
     layers = Layers(2, nodes=nodes)
-    layer = streamed_layer(layers.each[0].cpu, layers.each[0].gpu, DEVICE)
+    layer = streamed_layer(layers.each[0].cpu, layers.each[0].gpu, layers.ops)
     assert layer is not None
     for order in ([], [3], [0, 1, 2, 3], [3, 1, 2, 0], [2, 3, 0, 1]):  # of slots
         pieces = [(i, piece) for i, slot in enumerate(order) for piece in layer.cpu.pieces(slot)]
@@ -255,8 +255,9 @@ def test_only_experts_without_a_slot_on_the_gpu_are_looked_up(
 ) -> None:
     """An expert that is not in CPU memory answers with an error, which takes 4 us: 0.6 ms for each layer. So, too, in
     layers where nothing has both places while exchanges are under way."""
-    each, asked = Layers(on_gpu, live=True).each[0], list[int]()
-    layer = streamed_layer(each.cpu, each.gpu, DEVICE)
+    layers, asked = Layers(on_gpu, live=True), list[int]()
+    each = layers.each[0]
+    layer = streamed_layer(each.cpu, each.gpu, layers.ops)
     assert layer is not None and each.cpu is not None
     expected = [cpu_slot_of(each.cpu, expert) for expert in range(EXPERTS)]
     place_of = type(each.cpu).cpu_slot_of
@@ -286,8 +287,16 @@ def test_a_prompt_that_crosses_the_threshold() -> None:
         assert bool(stream.counts) == is_streamed and layers.posts == before + (0 if is_streamed else LAYERS)
 
 
+@pytest.mark.parametrize("on_gpu", [0, 2])
+def test_layers_of_an_engine_have_one_scratch(on_gpu: int) -> None:
+    layers = Layers(on_gpu)
+    made = [streamed_layer(each.cpu, each.gpu, layers.ops) for each in layers.each]
+    assert [layer.prompts.scratch for layer in made if layer] == [layers.ops.scratch] * LAYERS
+
+
 def test_rates_are_measured_with_the_layers_own_bytes() -> None:
-    layers = [layer for each in Layers().each if (layer := streamed_layer(each.cpu, each.gpu, DEVICE))]
+    made = Layers()
+    layers = [layer for each in made.each if (layer := streamed_layer(each.cpu, each.gpu, made.ops))]
     nbytes = layers[0].cpu.bytes_per_expert
     bus = FakeBus() if DEVICE.type == "cpu" else CudaCopyStream(DEVICE)
     found = measured_rates(layers, ring(2, nbytes), bus, DEVICE, TOP_K)
@@ -298,7 +307,8 @@ def test_rates_are_measured_with_the_layers_own_bytes() -> None:
 @pytest.mark.parametrize("measured", [True, False])
 def test_copies_wait_for_what_still_reads_their_memory(measured: bool) -> None:
     """A weight is made on the GPU from memory that the allocator then gives to the ring, before the GPU has read it."""
-    layer = streamed_layer(Layers(0).each[0].cpu, None, DEVICE)
+    layers = Layers(0)
+    layer = streamed_layer(layers.each[0].cpu, None, layers.ops)
     assert layer is not None
     parts = ring(1, layer.cpu.bytes_per_expert)
     before = torch.full((parts.nbytes,), 7, dtype=torch.uint8, device=DEVICE)
@@ -319,7 +329,8 @@ def test_copies_wait_for_what_still_reads_their_memory(measured: bool) -> None:
 
 def test_a_ring_that_is_let_go_of_waits_for_its_copies() -> None:
     """A step that was given up has taken none of them. Its memory is another's afterwards."""
-    layer = streamed_layer(Layers(0).each[0].cpu, None, DEVICE)
+    layers = Layers(0)
+    layer = streamed_layer(layers.each[0].cpu, None, layers.ops)
     assert layer is not None
     parts = ring(2, layer.cpu.bytes_per_expert)
     bus = FakeBus() if DEVICE.type == "cpu" else CudaCopyStream(DEVICE)
@@ -507,7 +518,7 @@ def streaming(
     """A session whose steps of more than eight rows stream."""
     session = Session(path, share, graphs)
     hybrids = session.side.hybrids
-    layers = [streamed_layer(each.cpu, each.gpu, DEVICE) for each in hybrids]
+    layers = [streamed_layer(each.cpu, each.gpu, session.side.ops) for each in hybrids]
     held = CudaCopies(DEVICE)
     assert hold_all([layer.cpu for layer in layers if layer], held)
     nbytes = max(layer.cpu.bytes_per_expert for layer in layers if layer)

@@ -34,7 +34,7 @@ def shared(path: object, on_gpu: float, streamed: float, parts: int = 0) -> tupl
     layers."""
     session = Session(path, on_gpu, (1, 8))
     hybrids = session.side.hybrids
-    layers = [streamed_layer(each.cpu, each.gpu, DEVICE) for each in hybrids]
+    layers = [streamed_layer(each.cpu, each.gpu, session.side.ops) for each in hybrids]
     held = CudaCopies(DEVICE)
     assert hold_all([layer.cpu for layer in layers if layer], held)
     nbytes = max(layer.cpu.bytes_per_expert for layer in layers if layer)

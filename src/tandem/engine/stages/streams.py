@@ -51,7 +51,7 @@ def _stream(
     if copies is None:
         return None
     layers = [
-        streamed_layer(experts.cpu, experts.gpu, stage.device) if at == number else None
+        streamed_layer(experts.cpu, experts.gpu, side.ops) if at == number else None
         for at, experts in _placed(sides)
     ]
     followed = StreamReadings(served=lambda: handoff.outside_times().serve_seconds)

@@ -165,7 +165,7 @@ def expert_stream(
     stream. live: what moves experts meanwhile; usage: counts the rows of each expert."""
     if plan.gpu is None or not plan.gpu.streams_experts or copies is None:
         return None
-    layers = [streamed_layer(experts.cpu, experts.gpu, side.ops.device) for experts in side.hybrids]
+    layers = [streamed_layer(experts.cpu, experts.gpu, side.ops) for experts in side.hybrids]
     followed = StreamReadings(served=lambda: side.handoff.times().serve_seconds)
     if live is not None:
         followed = followed._replace(moves=live.moves)

@@ -35,6 +35,7 @@ from tandem.experts.streaming.transfer_order import TransferOrder
 from tandem.experts.streaming.transfers import Run, Transfers
 from tandem.kernels.gpu.expert_rows import ExpertActivation
 from tandem.kernels.gpu.experts import GpuExperts, PartialSums
+from tandem.kernels.gpu.ops import GpuOps
 from tandem.kernels.gpu.panels import Panels
 from tandem.kernels.gpu.prompts.order import keyed
 from tandem.kernels.gpu.prompts.products import ExpertGroup, PromptExperts
@@ -98,22 +99,25 @@ class StreamedLayer:
 
 
 def streamed_layer(
-    cpu: PackedExperts | None, gpu: GpuExperts | None, device: torch.device
+    cpu: PackedExperts | None, gpu: GpuExperts | None, ops: GpuOps
 ) -> StreamedLayer | None:
-    """None where no expert is in CPU memory, or the GPU's products cannot read them."""
+    """None where no expert is in CPU memory, or the GPU's products cannot read them. ops: the engine's, whose layers
+    have one scratch."""
     if cpu is None:
         return None
     if gpu is not None and gpu.prompts is None:
         return None
     between = ExpertActivation(cpu.width, cpu.activation)
     if cpu.biases is not None:
-        between = between.biased(cpu.biases, device)
+        between = between.biased(cpu.biases, ops.device)
     gate_up, down = (Panels(*layout) for layout in cpu.layout())
     if not PromptExperts.reads((gate_up, down), between):
         return None
     if gpu is not None and gpu.prompts is not None:
         return StreamedLayer(cpu, gpu.prompts, tuple(gpu.parts()), gpu.slot_of)
-    return StreamedLayer(cpu, PromptExperts(gate_up, down, between, device, cpu.num_experts), ())
+    prompts = PromptExperts(gate_up, down, between, ops.device, cpu.num_experts)
+    prompts.scratch = ops.scratch
+    return StreamedLayer(cpu, prompts, ())
 
 
 def cpu_slot_of(layer: PackedExperts, expert: int) -> int:

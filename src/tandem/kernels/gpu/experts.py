@@ -15,7 +15,7 @@ from tandem.kernels.gpu import expert_rows, expert_tiles
 from tandem.kernels.gpu.expert_rows import ExpertActivation
 from tandem.kernels.gpu.mma import expert_mma
 from tandem.kernels.gpu.panels import Panels
-from tandem.kernels.gpu.prompts.products import ExpertGroup, PromptExperts, parts_of
+from tandem.kernels.gpu.prompts.products import ExpertGroup, PromptExperts, UnpackScratch, parts_of
 from tandem.kernels.gpu.uploads import Uploads
 from tandem.kernels.ops import ExpertBiases, Routing
 from tandem.kernels.packed.experts import ExpertWeights, PackedExperts
@@ -76,7 +76,7 @@ class GpuExperts:
         self._packer: PackedExperts | None = None
         self._uploads: Uploads | None = None
         self.prompts: PromptExperts | None = None
-        self.step = StepKind()
+        self.step, self.scratch = StepKind(), UnpackScratch()
         if tables is None:
             shape = slot_of.shape
             tables = (
@@ -140,6 +140,7 @@ class GpuExperts:
             if PromptExperts.reads((self.gate_up, self.down), self._between):
                 sizes = self.gate_up, self.down, self._between, self.device, len(self.slot_of)
                 self.prompts = PromptExperts(*sizes)
+                self.prompts.scratch = self.scratch
         if self._uploads is None:
             self._uploads = Uploads(self.pool, self.stride, self.slots)
         return self._uploads

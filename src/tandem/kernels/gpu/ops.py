@@ -23,6 +23,7 @@ from tandem.kernels.gpu.experts import GpuExperts, StepKind
 from tandem.kernels.gpu.linear import GpuLinear
 from tandem.kernels.gpu.mlp import GpuMLP
 from tandem.kernels.gpu.pinned import read_rows
+from tandem.kernels.gpu.prompts.products import UnpackScratch
 from tandem.kernels.gpu.uploads import uploaded
 from tandem.kernels.images import ByTorch
 from tandem.kernels.ops import (
@@ -76,6 +77,7 @@ class GpuOps:
         self.warm: set[object] = set()  # shapes whose kernels for prompts are compiled
         self.tables: list[StepTable] = []  # of which steps read rows
         self._step, self.fixed = StepKind(each_row=deterministic), deterministic
+        self.scratch = UnpackScratch()  # of all layers' experts with many rows
 
     def find_rows(self, batch: TokenBatch, captured: bool) -> None:
         """Rows of tables that the tokens of a batch in host memory name, before its layers run. captured: as a
@@ -137,7 +139,7 @@ class GpuOps:
             return PackedExperts(self.cpu.workspace, 1, hidden, width, fmt, activation)
 
         experts = GpuExperts(packer, ExpertActivation(width, activation), slot_of, self.device, tables)
-        experts.step = self._step
+        experts.step, experts.scratch = self._step, self.scratch
         return experts
 
     def mlp(self, hidden: int, width: int, fmt: str = "bf16", activation: Activation = SILU) -> GpuMLP:

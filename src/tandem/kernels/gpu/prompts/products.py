@@ -70,17 +70,21 @@ def _row_bytes(device: torch.device) -> int:
     return expert_row_bytes(_memory(device))
 
 
-_scratches: WeakValueDictionary[tuple[torch.device, int], Tensor] = WeakValueDictionary()
+class UnpackScratch:
+    """Memory into which experts are unpacked, one part after the other, bfloat16. All of an engine's layers of a shape
+    share it, and keep it: CUDA graphs know where it is. Another engine of the process would unpack over it, between
+    two kernels of this one."""
 
+    def __init__(self) -> None:
+        self._scratches: WeakValueDictionary[tuple[torch.device, int], Tensor] = WeakValueDictionary()
 
-def _scratch(device: torch.device, nbytes: int) -> Tensor:
-    """Memory into which experts are unpacked, one part after the other, bfloat16. All layers of a shape share it, and
-    keep it: CUDA graphs know where it is."""
-    scratch = _scratches.get((device, nbytes))
-    if scratch is None:
-        with torch.inference_mode(False):
-            scratch = _scratches[device, nbytes] = torch.empty(nbytes // 2, dtype=torch.bfloat16, device=device)
-    return scratch
+    def of(self, device: torch.device, nbytes: int) -> Tensor:
+        scratch = self._scratches.get((device, nbytes))
+        if scratch is None:
+            with torch.inference_mode(False):
+                scratch = torch.empty(nbytes // 2, dtype=torch.bfloat16, device=device)
+            self._scratches[device, nbytes] = scratch
+        return scratch
 
 
 def parts_of(pool: Tensor, stride: int, experts: int, at_once: int) -> list[ExpertGroup]:
@@ -106,6 +110,7 @@ class PromptExperts:
         self.wgmma = all(wgmma_product.reads(panels, device) for panels in (gate_up, down))
         self.hidden, self.width = gate_up.depth, between.width
         self.at_once = experts_at_once(_memory(device), experts, self.hidden, self.width)
+        self.scratch = UnpackScratch()  # whoever makes several layers gives them the same one
         self._scratch: Tensor | None = None
 
     @property
@@ -159,7 +164,7 @@ class PromptExperts:
         each = self.width * self.hidden
         if self._scratch is None:
             nbytes = max(self.at_once, part.count) * unpacked_bytes(self.hidden, self.width)
-            self._scratch = _scratch(part.packed.pool.device, nbytes)
+            self._scratch = self.scratch.of(part.packed.pool.device, nbytes)
         scratch = self._scratch
         first = part.count * 2 * self.between.rows * self.hidden
         gate_up, down, _ = scratch.split([first, part.count * each, scratch.numel() - first - part.count * each])
