@@ -11,6 +11,7 @@ import sys
 import tomllib
 from importlib.metadata import packages_distributions
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +21,9 @@ from typer.testing import CliRunner, Result
 from tandem import __version__
 from tandem.cli import stats_plot
 from tandem.cli.app import app, run
-from tandem.cli.other_names import Commands, ModelCommands, flowing
+from tandem.cli.other_names import Commands, ModelCommands, flowing, refuse_repeats
 from tandem.cli.serve import tell_at_once
+from tandem.errors import ConfigError
 from tandem.flags.engine_config import FLAGS
 
 COMMANDS = ["serve", "plan", "chat", "convert", "version", "doctor", "demo", "model", "quality", "bench"]
@@ -167,6 +169,10 @@ def test_what_is_not_here_is_prepared_by_a_child(
         (["serve", "demo", "--tp", "2"], 2, "heads of keys cannot be divided among 2 ranks"),
         (["serve", "--model", "/no/such/model"], 1, "/no/such/model does not exist"),
         (["serve", "--port", "30000"], 2, "try `kt serve demo`"),
+        (["serve", "--model", "demo", "--model", "b"], 2, "--model is given twice, as demo and as b: give one"),
+        (["chat", "--port", "1", "--port=2"], 2, "--port is given twice, as 1 and as 2"),
+        (["chat", "--system", "--port", "--port", "1", "--system", "x"], 2, "--system is given twice, as --port and"),
+        (["bench", "serve", "--url", "a", "--url", "b"], 2, "--url is given twice, as a and as b"),
         (["run", "org/name"], 2, "there is no kt run: give kt serve MODEL, then kt chat"),
         (["quant", "a", "b"], 2, "there is no kt quant: give kt convert MODEL OUT"),
         (["model", "remove", "org/name"], 2, "there is no kt model remove: give kt model rm NAME"),
@@ -182,6 +188,17 @@ def test_errors_are_one_line(
     assert shown.startswith("error: ")
     assert says in shown
     assert len(shown.splitlines()) == 1
+
+
+def test_an_option_may_have_a_value_again_and_some_have_several() -> None:
+    """A key is not shown."""
+    commands: Any = typer.main.get_command(app)
+    chat, kernels = commands.commands["chat"], commands.commands["bench"].commands["kernels"]
+    refuse_repeats(chat, ["--port", "1", "--port=1", "--model", "a", "--", "--model", "b"])
+    refuse_repeats(kernels, ["--tokens", "1", "--tokens", "8"])
+    with pytest.raises(ConfigError) as refused:
+        refuse_repeats(chat, ["--api-key", "s3cret", "--api-key", "t0ken"])
+    assert str(refused.value) == "--api-key is given twice, with two values: give one"
 
 
 def test_other_programs_names_are_of_no_command_of_ours_and_of_commands_that_exist() -> None:

@@ -70,7 +70,8 @@ def test_a_question_about_another_machine() -> None:
         "(lossy)",
     ):
         assert part in shown.stdout
-    shown = kt("plan", "--config", "deepseek-v3", *flags, "--ram", "768GB", "--mem-fraction-static", "0.95")
+    larger = ["768GB" if word == "256GB" else word for word in flags]
+    shown = kt("plan", "--config", "deepseek-v3", *larger, "--mem-fraction-static", "0.95")
     assert shown.exit_code == 0 and "It fits." in shown.stdout
 
 

@@ -94,6 +94,32 @@ def test_wrong_values_name_the_flag(argv: list[str], says: str) -> None:
         EngineConfig.from_args(["demo", *argv])
 
 
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ("--model other", "--model is given twice, as demo and as other: give one"),
+        ("--port 1 --port=2 --port 1", "--port is given twice, as 1 and as 2"),
+        ("--tp 2 --tensor-parallel-size 3", "--tensor-parallel-size is given twice, as 2 and as 3"),
+        ("--kt-numa-nodes 0 1 --kt-numa-nodes 1", "--kt-numa-nodes is given twice, as 0 1 and as 1"),
+        ("--spared-multiprocessors 8 --prefill-reserved-sms 16", "--prefill-reserved-sms is given twice, as 8 and as"),
+        ("--api-key s3cret --api-key t0ken", "--api-key is given twice, with two values: give one"),
+        ("--portt 3 --port 1 --port 2", "--port is given twice, as 1 and as 2.*\n.*--portt"),
+    ],
+)
+def test_two_values_of_one_flag_are_refused(argv: str, says: str) -> None:
+    """argparse would take the last one."""
+    with pytest.raises(ConfigError, match=says) as refused:
+        EngineConfig.from_args(["--model", "demo", *argv.split()])
+    assert "s3cret" not in str(refused.value)
+
+
+def test_the_same_value_may_be_given_again() -> None:
+    """Command lines are put together by pasting."""
+    line = "demo --model demo --port 1 --port=1 --tp 2 --tp-size 2 --kt-numa-nodes 0 1 --kt-numa-nodes 0 1 "
+    config = EngineConfig.from_args((line + "--disable-radix-cache --disable-radix-cache").split())
+    assert (config.port, config.tensor_parallel_size, config.kt_numa_nodes) == (1, 2, (0, 1))
+
+
 def test_everything_wrong_with_a_line_is_said_at_once() -> None:
     line = "--nnodes 2 --port x --speculative-eagle-topk 2 --quantization fp8 --portt 3 --dtype float8 --page-size 0"
     with pytest.raises(ConfigError) as refused:

@@ -69,6 +69,7 @@ def test_a_directory(tmp_path: Path):
         ("[", "cannot be read"),
         ("[models.a]\n", r"\[models.a\] has no model"), ("[models.a]\nmodel = 5", "has no model"),
         ('[models.a]\nmodel = "m"\nport = 5', "port is the server's own"),
+        ('[models.a]\nmodel = "m"\ntp = 2\ntp-size = 4', "--tensor-parallel-size is given twice, as 2 and as 4"),
         ('[models.a]\nmodel = "m"\naliases = "x"', "aliases must be a list"),
         ('[models.a]\nmodel = "m"\ncontxt-length = 5', "--context-length"),
         ('[models.a]\nmodel = "m"\ncontext-length = "x"', "--context-length"),
@@ -80,6 +81,13 @@ def test_a_directory(tmp_path: Path):
 def test_a_wrong_file(tmp_path: Path, text: str, said: str):
     with pytest.raises(ConfigError, match=said):
         read(toml(tmp_path, text))
+
+
+def test_a_model_has_its_own_value_by_any_name_of_a_flag(tmp_path: Path):
+    path = toml(tmp_path, '[models.a]\nmodel = "m"\ntp = 2\nspared_multiprocessors = 8')
+    (entry,) = read(path, "--tensor-parallel-size", "4", "--prefill-reserved-sms", "16").entries
+    config = EngineConfig.from_args(entry.flags)
+    assert (config.tensor_parallel_size, config.prefill_reserved_sms) == (2, 8)
 
 
 def test_nothing_there(tmp_path: Path):

@@ -4,12 +4,13 @@ answered."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from typer.core import TyperGroup
 
 from tandem.errors import ConfigError
+from tandem.flags.flags import repeat_text
 
 
 class CommandGroup(TyperGroup):
@@ -26,7 +27,26 @@ class CommandGroup(TyperGroup):
         """Types: click's, which newer Typers have within them."""
         if args and args[0] in self.instead and self.get_command(ctx, args[0]) is None:
             raise ConfigError(f"there is no {ctx.command_path} {args[0]}: give {self.instead[args[0]]}")
-        return super().resolve_command(ctx, args)
+        name, command, words = super().resolve_command(ctx, args)
+        refuse_repeats(command, words)
+        return name, command, words
+
+
+def refuse_repeats(command: Any, words: Sequence[str]) -> None:
+    """Raises ConfigError where an option of one value has two: click takes the last. Flags of `kt serve` are not the
+    command's own, and `flags.parse` looks at them."""
+    takers = [param for param in command.params if not getattr(param, "is_flag", True)]
+    options = {spelling: param for param in takers for spelling in param.opts}
+    values, rest = dict[str, str](), iter(words)
+    for word in rest:
+        if word == "--":
+            return
+        spelling, equals, value = word.partition("=")
+        if (option := options.get(spelling)) is not None:
+            value = value if equals else next(rest, "")
+            first = values.setdefault(option.name, value)
+            if first != value and not option.multiple:
+                raise ConfigError(repeat_text(option.opts[0], first, value, secret=option.name == "api_key"))
 
 
 def flowing(text: str) -> str:

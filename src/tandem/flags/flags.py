@@ -36,6 +36,7 @@ class Flag:
     neutral: Neutral  # whether a value changes nothing
     idle: str | None  # why a neutral value changes nothing, said at start-up
     essential: bool  # shown on the one-screen help
+    secret: bool  # never printed
 
     @property
     def spellings(self) -> tuple[str, ...]:
@@ -91,7 +92,7 @@ def flags_of(cls: type) -> tuple[Flag, ...]:
     """The flags that a dataclass declares, in order."""
     hints = typing.get_type_hints(cls)
     return tuple(
-        _bind(f.name, f.default, hints[f.name], f.metadata["flag"])
+        _bind(f.name, f.default, hints[f.name], {**f.metadata["flag"], "secret": not f.repr})
         for f in fields(cls)
         if "flag" in f.metadata and f.default is not MISSING
     )
@@ -201,7 +202,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(flags: Sequence[Flag], argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Command line → the fields that were given, and what is wrong with the rest. One positional argument is `model`.
+    """Command line → the fields that were given, and what is wrong with the rest. One positional argument is `model`. A
+    flag may be given again with the same value only: which one was meant, nobody knows.
 
     Raises ConfigError where the line cannot be taken apart: a flag without its value.
     """
@@ -211,16 +213,31 @@ def parse(flags: Sequence[Flag], argv: Sequence[str]) -> tuple[dict[str, Any], l
         parser.add_argument(*f.spellings, dest=f.name, **_argparse_options(f))
     known, left = parser.parse_known_args(list(argv))
     unknown = unknown_texts(left, [s for f in flags for s in f.spellings])
-    texts, doubled = _with_positional(vars(known))
-    by_name = {f.name: f for f in flags}
+    by_name, positional = {f.name: f for f in flags}, vars(known).pop("positional", None)
+    values = {name: [words] if words is True else words for name, words in vars(known).items()}
+    repeats = [text for name, words in values.items() if (text := repeat(by_name[name], words))]
+    texts, doubled = _with_positional({name: words[0] for name, words in values.items()}, positional)
     typed, wrong = _typed([(by_name[name], words) for name, words in texts.items()])
-    return typed, wrong + (unknown or doubled)  # a word beside an unknown flag may be its value
+    return typed, wrong + repeats + (unknown or doubled)  # a word beside an unknown flag may be its value
 
 
 def _argparse_options(flag: Flag) -> dict[str, Any]:
     if flag.value_type is bool:
         return {"action": "store_true"}
-    return {"nargs": "+"} if flag.repeated else {}
+    return {"action": "append", **({"nargs": "+"} if flag.repeated else {})}
+
+
+def repeat(flag: Flag, values: Sequence[Any]) -> str | None:
+    """Reason why a flag cannot be met that is given with several values; None: it has one."""
+    other = next((words for words in values if words != values[0]), None)
+    return None if other is None else repeat_text(flag.spellings[0], values[0], other, flag.secret)
+
+
+def repeat_text(spelling: str, first: Any, other: Any, secret: bool = False) -> str:
+    """Reason why an option that has two values is refused."""
+    shown = [" ".join(words) if isinstance(words, list) else words for words in (first, other)]
+    values = "with two values" if secret else f"as {shown[0]} and as {shown[1]}"
+    return f"{spelling} is given twice, {values}: give one"
 
 
 def _typed(texts: Iterable[tuple[Flag, Any]]) -> tuple[dict[str, Any], list[str]]:
@@ -245,8 +262,7 @@ def _number(flag: Flag, word: Any) -> Any:
         raise ValueError(f"{flag.spellings[0]}: {word!r} is not {kind}{more}") from None
 
 
-def _with_positional(texts: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    positional = texts.pop("positional", None)
+def _with_positional(texts: dict[str, Any], positional: str | None) -> tuple[dict[str, Any], list[str]]:
     if positional is None:
         return texts, []
     if texts.get("model", positional) != positional:

@@ -24,7 +24,7 @@ from server_harness import ServerProcess, command_line, free_port, has_ended, pl
 
 HERE = Path(__file__).parent
 CONTEXT = 4096
-FLAGS = ("--max-total-tokens", "65536", "--kt-cpuinfer", "2")
+TOKENS, THREADS = ("--max-total-tokens", "65536"), ("--kt-cpuinfer", "2")
 PR_CAPBSET_DROP, CAP_DAC_OVERRIDE = 24, 1  # linux/prctl.h, linux/capability.h
 ENGINE, TEMPLATES, IMAGES = "engine_process", "template_worker", "images.worker"  # in their command lines
 
@@ -49,7 +49,8 @@ def spawn_kt(
 ) -> ServerProcess:
     """`kt serve`. before: in the new process, before it is `kt`. faulty: with `faulty_engine`."""
     port = port or free_port()
-    arguments = ["serve", str(model), "--port", str(port), *FLAGS, *flags]
+    threads = () if THREADS[0] in flags else THREADS
+    arguments = ["serve", str(model), "--port", str(port), *TOKENS, *threads, *flags]
     package = Path(tandem.__file__).parent.parent
     paths = [str(HERE), str(HERE.parent), str(HERE.parent / "fakes"), str(package), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | variables

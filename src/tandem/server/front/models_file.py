@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import ConfigError
-from tandem.flags.engine_config import FLAGS, EngineConfig
+from tandem.flags.engine_config import FLAGS, FORMER, EngineConfig
 from tandem.server.errors import ApiError
 
 FRONT_FLAGS = frozenset((
@@ -21,6 +21,7 @@ FRONT_FLAGS = frozenset((
 STAY_SECONDS = 30.0
 _OWN = ("aliases", "preload", "sleep_idle_seconds")
 _GGUF = ".gguf"
+_FIELDS = {keyword: flag.name for flag in FLAGS for keyword in flag.keywords} | FORMER
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,9 @@ def _entry(
     if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
         raise ConfigError("aliases must be a list of names")
     model = path.parent / Path(table["model"]).expanduser()
-    flags = {**common, **{key: value for key, value in table.items() if key not in _OWN}}
+    flags = {key: value for key, value in table.items() if key not in _OWN}
+    names = {_FIELDS.get(key, key) for key in flags}
+    flags = {**{key: value for key, value in common.items() if key not in names}, **flags}
     flags["model"] = str(model) if model.exists() else table["model"]
     return ModelEntry(
         name, words(flags), tuple(aliases), table.get("sleep_idle_seconds", idle), bool(table.get("preload"))
