@@ -7,6 +7,7 @@ import ctypes
 import enum
 import gc
 import sys
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -15,20 +16,27 @@ from fake_copies import CopyAsync
 from tandem.errors import EngineError
 from tandem.experts.live import copies as live_copies
 from tandem.experts.live.copies import CudaCopies, hold_all
+from tandem.experts.streaming.copy_stream import CudaCopyStream
+from tandem.experts.streaming.transfers import Run, Transfers
+from tandem.spec.gpu_scratch import StagingRing
 
 
 class Stream:
     """Of torch, without a GPU."""
 
     made: int = 0
-    waits: int = 0
+    calls: list[tuple[object, ...]]  # the driver's
 
     def __init__(self, device: torch.device) -> None:
         Stream.made += 1
         self.cuda_stream = 100 + Stream.made
 
     def synchronize(self) -> None:
-        Stream.waits += 1
+        self.calls.append(("wait", self.cuda_stream))
+
+    def wait_event(self, event: object) -> None: ...
+
+    record_event = wait_event
 
 
 class Driver:
@@ -68,6 +76,12 @@ class Layer:
     def own_memory(self) -> tuple[int, int]:
         return self._memory
 
+    cpu_slots = 1
+
+    def runs(self, cpu_slots: Iterable[int]) -> list[Run]:
+        """As a layer that is streamed has them."""
+        return [(self._memory[0], 0, 64)]
+
 
 def made(driver: Driver) -> CudaCopies:
     return CudaCopies(torch.device("cuda"), driver, (driver.function, 0))
@@ -78,8 +92,11 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", lambda: None)
     monkeypatch.setattr(live_copies, "_current_stream", lambda device: lambda: 103)
-    Stream.made = Stream.waits = 0
-    return Driver()
+    found = Driver()
+    monkeypatch.setattr(Stream, "made", 0)
+    monkeypatch.setattr(Stream, "calls", found.calls, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    return found
 
 
 def test_each_direction_has_a_stream_of_its_own(driver: Driver) -> None:
@@ -103,8 +120,29 @@ def test_what_is_held_is_kept_and_given_back_when_copies_have_ended(driver: Driv
     driver.calls.clear()
     del copies
     gc.collect()
-    assert Stream.waits == 2
-    assert sorted(driver.calls) == [("unregister", 4096), ("unregister", 1 << 30)]
+    assert driver.calls[:2] == [("wait", 101), ("wait", 102)]
+    assert sorted(driver.calls[2:]) == [("unregister", 4096), ("unregister", 1 << 30)]
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_memory_of_streamed_experts_is_given_back_when_copies_have_ended(driver: Driver, ended: bool) -> None:
+    """In a cycle of references their holder is finalized first. A step that took its copies may lag, too."""
+    copies, layer = made(driver), Layer(4096, 1 << 20)
+    hold_all([layer], copies)
+    bus = CudaCopyStream(torch.device("cuda"), copies, driver.function)
+    ring = Transfers([layer], StagingRing(1, 1, 64), bus, torch.device("cpu"))
+    ring.begin({0: 1}, whole=False)
+    if ended:
+        ring.read(0)
+    assert ring.failed != ended
+    driver.calls.clear()
+    cycle: list[object] = [copies, bus, ring]
+    copies.cycle = cycle  # type: ignore[attr-defined]
+    del copies, bus, ring, cycle
+    gc.collect()
+    calls = [call[0] for call in driver.calls]
+    assert {call for call in driver.calls if call[0] == "wait"} == {("wait", 101), ("wait", 102), ("wait", 103)}
+    assert driver.calls.index(("wait", 103)) < calls.index("unregister") and calls.count("unregister") == 1
 
 
 def test_memory_that_cannot_be_registered_is_used_as_it_is(
@@ -117,7 +155,7 @@ def test_memory_that_cannot_be_registered_is_used_as_it_is(
     assert "ulimit -l" in caplog.text and len(driver.calls) == 1
     copies.in_order(4096, 2, 30)
     copies.close()
-    assert [call[0] for call in driver.calls] == ["register", "copy"]
+    assert [call[0] for call in driver.calls] == ["register", "copy", "wait", "wait"]
 
 
 def test_without_bindings_it_says_what_to_install(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

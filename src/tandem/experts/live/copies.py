@@ -72,10 +72,17 @@ class CudaCopies:
         self._driver, self._device = driver or cuda_driver(), device
         self._success = self._driver.CUresult.CUDA_SUCCESS
         self.functions = functions or driver_functions()
-        self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._streams: list[torch.cuda.Stream] = []  # whose copies read or write what is held
+        self._up, self._down = self.new_stream(), self.new_stream()
         self.directions = self._up.cuda_stream, self._down.cuda_stream
         self.computing = _current_stream(device)
         self._copied = torch.cuda.Event()
+
+    def new_stream(self) -> torch.cuda.Stream:
+        """For more copies of what is held. `close` waits for it, whoever has it: in a cycle of references, what gives
+        copies may be finalized after what holds their memory."""
+        self._streams.append(torch.cuda.Stream(self._device))
+        return self._streams[-1]
 
     def hold(self, owner: object, address: int, nbytes: int) -> None:
         (status,) = self._driver.cuMemHostRegister(address, nbytes, 0)
@@ -102,8 +109,8 @@ class CudaCopies:
 
     def close(self) -> None:
         """Waits for what is under way, and gives back what was held."""
-        self._up.synchronize()
-        self._down.synchronize()
+        for stream in self._streams:
+            stream.synchronize()
         while self._held:
             address, _ = self._held.popitem()
             self._driver.cuMemHostUnregister(address)

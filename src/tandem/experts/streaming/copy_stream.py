@@ -44,10 +44,11 @@ class CudaCopyStream:
     """DMA beside the GPU's kernels."""
 
     def __init__(self, device: torch.device, held: CudaCopies | None = None, copy: int = 0) -> None:
-        """held: keeps CPU memory registered as long as this lives. copy: address of `cuMemcpyAsync`, or of what stands
-        for it in a test."""
+        """held: keeps CPU memory registered as long as this lives, and until its copies have ended. copy: address of
+        `cuMemcpyAsync`, or of what stands for it in a test."""
         self._held, self._copy = held, copy or driver_functions()[0]
-        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if held is None else held.new_stream()
 
     def copy(self, source: int, target: int, nbytes: int) -> None:
         error = _core.copy_async(self._copy, source, target, nbytes, self._stream.cuda_stream)
