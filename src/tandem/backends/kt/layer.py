@@ -128,7 +128,10 @@ class KtLayer:
         return self.sync_forward(hidden_states, cuda_stream)
 
     def _skip_mask(self, device: torch.device) -> Tensor | None:
-        """SGLang's own experts, as its mask says now: a graph copies it anew whenever it is replayed."""
+        """SGLang's own experts, as its mask says when the stream gets here: a graph copies it anew whenever it is
+        replayed. No copy is under way while the mask changes: sglang-kt waits for the whole GPU before, in `apply`. It
+        has to, for kt-kernel's threads read the mask while they compute. A copy of what holds at the call would be no
+        safer: a graph's call is its capture."""
         if self.gpu_experts_mask is None or device.type == "cpu":
             return self.gpu_experts_mask
         if self._mask is None:
