@@ -25,7 +25,7 @@ from tandem.planner.cuda_graphs import (
     prompt_graph_bytes,
 )
 from tandem.planner.cuda_graphs import SMALL_GRAPH_SIZES as SMALL
-from tandem.planner.forecast.ledger import VRAM
+from tandem.planner.forecast.ledger import RAM, VRAM
 from tandem.planner.gpu_plan import GPU_WORKSPACE_BYTES, dense_bytes, unpacking_bytes
 from tandem.planner.memory import DEFAULT_FRACTION, GRAMMAR_BYTES, LONG_PREFILL_TOKENS
 from tandem.planner.plan import Plan
@@ -383,11 +383,13 @@ def test_what_moving_takes_of_a_gpu_has_to_be_there(
 
 
 def test_a_spare_place_is_nobodys_reason_to_fail() -> None:
-    """Where moving was not asked for, it yields to memory that lacks the places."""
-    per_expert = MODEL.expert_bytes("bf16")
-    for spare, live in ((15, False), (31, True)):
-        machine = replace(with_gpu(), available_memory=int((30 * 16 + spare) * per_expert / DEFAULT_FRACTION))
-        p = plan(machine, kt_gpu_experts_ratio=0.5)
+    """Where moving was not asked for, it yields to memory that lacks the places beside what steps take."""
+    per_expert, flags = MODEL.expert_bytes("bf16"), {"kt_gpu_experts_ratio": 0.5}
+    still = plan(with_gpu(), **flags, disable_dynamic_expert_update=True)
+    (needed,) = (each.total_bytes for each in still.ledgers if each.place == RAM)
+    for room, spare, live in ((30 * 16 * per_expert, 15, False), (needed, 29, False), (needed, 31, True)):
+        machine = replace(with_gpu(), available_memory=int((room + spare * per_expert) / DEFAULT_FRACTION))
+        p = plan(machine, **flags)
         assert p.gpu is not None and p.gpu.live == live
         assert live or "no room for a spare place" in reason(p, "live placement")
 

@@ -90,8 +90,9 @@ def planned(plan: Plan, model: ModelConfig, stored: StoredFormats = UNQUANTISED)
     pages = -(-plan.context_length // plan.page_size)
     sizes = sizes_of(model, plan.expert_format, stored.experts, plan.gpu.placement == "front-loading")
     share = host_share(model, plan.gpu, expert, workers, steps, pages, plan.fuse_shared_experts, in_place)
-    tables, routed_bytes = 2 if plan.num_window_pages else 1, sizes.ram_bytes(plan.gpu.sizes.experts)
-    host = host_memory(model, dataclasses.replace(share, tables=tables, routed_bytes=routed_bytes))
+    routed_bytes, spare = (of(plan.gpu.sizes.experts) for of in (sizes.ram_bytes, sizes.spare_bytes))
+    share = dataclasses.replace(share, routed_bytes=routed_bytes, spare_bytes=spare)
+    host = host_memory(model, dataclasses.replace(share, tables=2 if plan.num_window_pages else 1))
     layout = model.state_layout(plan.dtype, draft_tokens=plan.draft_tokens)
     states = plan.num_pages * plan.page_size * layout.token_bytes + plan.num_slots * layout.slot_bytes
     if plan.num_window_pages:

@@ -27,8 +27,9 @@ class HybridStore:
         live: bool = False,
         own_memory: bool = False,
     ) -> None:
-        """live: experts may move later, for which every layer has a spare place in CPU memory. own_memory: they are not
-        used in a file, which DMA cannot read."""
+        """live: experts may move later, for which a layer with routed ones on both sides has a spare place in CPU
+        memory, as `planner/expert_sizes.py` counts them. own_memory: they are not used in a file, which DMA cannot
+        read."""
         self._ops, self._placement, self._handoff, self._hidden = ops, placement, handoff, hidden
         self._live, self._own_memory = live, live or own_memory
         self.tables: SlotTables | None = None  # where experts may move, from the first layer on
@@ -44,7 +45,7 @@ class HybridStore:
         kind: type[HybridExperts] = HybridExperts,
         cpu_slots: int = 0,
     ) -> HybridExperts:
-        """cpu_slots: in CPU memory; 0: as many as experts are there, and one more if they may move."""
+        """cpu_slots: in CPU memory; 0: as many as experts are there, and a spare place if they may move."""
         slot_of = self._placement.slots(index)
         first, shared = slots_in_use(slot_of), count - len(slot_of)
         slot_of = torch.cat((slot_of, torch.arange(first, first + shared, dtype=torch.int32)))
@@ -52,7 +53,7 @@ class HybridStore:
         tables = self._tables_of(index, count)
         shape = self._hidden, width, fmt, activation
         gpu = self._ops.gpu_experts(slot_of, *shape, tables=tables) if gpu_count else None
-        cpu_slots = cpu_slots or min(count, cpu_count + int(self._live))
+        cpu_slots = cpu_slots or cpu_count + int(self._live and first > 0)
         cpu = self._ops.cpu.experts(count, *shape, cpu_slots=cpu_slots) if cpu_count else None
         # No closure over self, which holds the layers: their memory is to be free as soon as nobody has them.
         whole = partial(self._ops.cpu.experts, count, *shape)

@@ -44,6 +44,15 @@ class ExpertSizes:
         """Bytes of all others."""
         return self.total - self.gpu_bytes(gpu_experts)
 
+    def spare_bytes(self, gpu_experts: int) -> int:
+        """Bytes of a place in each layer with experts on both sides, where experts move. At most: statistics or chance
+        may put whole layers on one side."""
+        rounds, rest = divmod(gpu_experts, max(1, self.count))
+        if self.layer_by_layer:
+            return self.each[rounds] if rest else 0
+        layers = min(len(self.each), gpu_experts, self.count * len(self.each) - gpu_experts)
+        return sum(sorted(self.each, reverse=True)[:layers])
+
     def fitting(self, nbytes: int) -> int:
         """So many pairs fit there."""
         everyone = range(self.count * len(self.each) + 1)

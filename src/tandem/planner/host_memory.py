@@ -43,6 +43,7 @@ class HostShare:
     tables: int = 1  # kinds of pages: 2 where layers that see a window have their own
     drafts: int = 0  # a draft layer's experts that are in CPU memory
     routed_bytes: int | None = None  # of the routed experts in CPU memory; None: all layers' are alike
+    spare_bytes: int | None = None  # of places for experts that move; None: one in each layer
     embedding_bytes: int = 0  # of the table whose rows a GPU reads there
     table_bytes: int = 0  # of tables that are read by row, in memory
     token_row_bytes: int = 0  # of their rows that a token reads
@@ -59,7 +60,7 @@ class HostMemory:
     """Bytes. A long prompt makes the experts' shared scratch grow by 0.4 GiB at most, which is kept."""
 
     experts: int  # packed, and all biases
-    spare: int  # places for those that move, at most: a layer with all experts on one side has none
+    spare: int  # places for those that move, at most (`ExpertSizes.spare_bytes`)
     scratch: int  # of the workers
     handoff: int  # pinned, between the GPU and the CPU's experts
     inputs: int  # pinned, of graphs
@@ -97,9 +98,11 @@ def host_memory(model: ModelConfig, share: HostShare) -> HostMemory:
     packed = ram_experts * share.expert_bytes
     if share.routed_bytes is not None:
         packed = share.routed_bytes + share.drafts * share.expert_bytes
-    spare = len(model.moe_layers) if share.live else 0
+    spare = share.spare_bytes
+    if spare is None:
+        spare = len(model.moe_layers) * share.expert_bytes
     return HostMemory(
-        (0 if share.in_place else packed) + model.expert_bias_bytes, spare * share.expert_bytes,
+        (0 if share.in_place else packed) + model.expert_bias_bytes, spare if share.live else 0,
         share.workers * SCRATCH_BYTES_PER_WORKER, _handoff_bytes(model.expert_channels, share), inputs, graphs,
         *last,
     )  # fmt: skip

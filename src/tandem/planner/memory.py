@@ -72,6 +72,7 @@ class MemoryRequest:
     embedding_in_ram: bool = False  # beside a GPU, which reads its rows there
     gpu_fraction: float = 0.0  # of free GPU memory; 0.0: as the flag says, or GPU_FRACTION
     table_bytes: int = 0  # of tables that are read by row, in memory
+    spare_places: bool = True  # in CPU memory, for experts that move where nobody asked for it
 
     @cached_property
     def page(self) -> int:

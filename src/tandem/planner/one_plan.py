@@ -26,7 +26,7 @@ from tandem.planner.choices.tables import IN_RAM, table_bytes, table_text, token
 from tandem.planner.choices.threads import ThreadPlan, plan_threads
 from tandem.planner.expert_format import dense_choice, dtype_of, stored_or_asked
 from tandem.planner.expert_sizes import expert_sizes
-from tandem.planner.forecast.ledger import Ledger
+from tandem.planner.forecast.ledger import RAM, Ledger
 from tandem.planner.gpu_plan import GpuPlan, gpu_ledger
 from tandem.planner.host_memory import HostMemory, host_ledger, host_memory
 from tandem.planner.memory import (
@@ -56,13 +56,15 @@ Device = tuple[Gpu | None, str]
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """The input of a plan. in_place: experts are used in the checkpoint's own pages."""
+    """The input of a plan. in_place: experts are used in the checkpoint's own pages; spare_places: in CPU memory, for
+    experts that move though nobody asked for it."""
 
     config: EngineConfig
     model: ModelConfig
     machine: Machine
     stored: StoredFormats
     in_place: bool = False
+    spare_places: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,14 @@ class NumberTypes:
 
 def one_plan(wish: PlanRequest, device: Device, tight: Tight) -> Plan:
     """Raises ConfigError: of one reason or a few, DoesNotFit where memory is missing."""
+    plan = _planned(wish, device, tight)
+    moves_unasked = plan.gpu is not None and plan.gpu.live and not wish.config.kt_enable_dynamic_expert_update
+    if moves_unasked and any(each.place == RAM and each.left_bytes < 0 for each in plan.ledgers):
+        return _planned(replace(wish, spare_places=False), device, tight)  # what steps take is known only now
+    return plan
+
+
+def _planned(wish: PlanRequest, device: Device, tight: Tight) -> Plan:
     config, model, machine, gpu = tight.flags(wish.config), wish.model, wish.machine, device[0]
     numbers, about_numbers = _numbers(config, wish, device)
     threads = plan_threads(config, machine)
@@ -85,7 +95,7 @@ def one_plan(wish: PlanRequest, device: Device, tight: Tight) -> Plan:
     most = _most_step_tokens(config, model, running, gpu is not None)
     request = MemoryRequest(
         config, model, machine, numbers.dtype, numbers.expert_format, running, wish.stored, wish.in_place, most,
-        tight.embedding_in_ram, tight.gpu_fraction,
+        tight.embedding_in_ram, tight.gpu_fraction, spare_places=wish.spare_places,
     )  # fmt: skip
     request, tables, about_tables = _with_tables(request)
     gpu_plan, about_gpu = (None, ()) if gpu is None else gpu_choices(request, gpu)
@@ -186,12 +196,14 @@ def _beside_gpu(
     """pages: of the longest sequence; tables: kinds of pages."""
     fused, each = _fuse_shared(request, True)[0], expert_bytes(request)
     share = host_share(request.model, gpu, each, workers, step_tokens, pages, fused, request.experts_in_place)
+    sizes = expert_sizes(request)
     share = replace(
         share,
         tables=tables,
         table_bytes=request.table_bytes,
         token_row_bytes=token_row_bytes(request.model, request.stored),
-        routed_bytes=expert_sizes(request).ram_bytes(gpu.sizes.experts),
+        routed_bytes=sizes.ram_bytes(gpu.sizes.experts),
+        spare_bytes=sizes.spare_bytes(gpu.sizes.experts),
         handoffs=max(1, len(gpu.stages)),
     )
     return host_memory(request.model, share)

@@ -50,12 +50,14 @@ def _step_bytes(request: MemoryRequest) -> int:
 
 
 def ram_needed(request: MemoryRequest, gpu_experts: int, drafts_there: bool, live: bool) -> int:
-    """Bytes that `ram_budget` is for. live: experts move, for which each layer has a spare place."""
+    """Bytes that `ram_budget` is for. live: experts move, for which layers have spare places."""
     drafts = 0 if drafts_there else draft_experts(request.model)
     embedding = embedding_bytes(request.model, request.dtype) if request.embedding_in_ram else 0
+    sizes = expert_sizes(request)
     share = HostShare(
         gpu_experts, expert_bytes(request), 0, 0, (), 0, 0, live, request.experts_are_there, drafts=drafts,
-        routed_bytes=expert_sizes(request).ram_bytes(gpu_experts), embedding_bytes=embedding,
+        routed_bytes=sizes.ram_bytes(gpu_experts), spare_bytes=sizes.spare_bytes(gpu_experts),
+        embedding_bytes=embedding,
     )  # fmt: skip
     host = host_memory(request.model, share)
     return host.experts + host.spare + host.embedding + request.table_bytes

@@ -55,6 +55,7 @@ def _why_still(request: MemoryRequest, memory: GpuMemory) -> str:
         return "the package cuda-core is missing"
     if 2 * expert_bytes(request) > EXCHANGE_BYTES:
         return f"two of its experts do not fit {EXCHANGE_BYTES >> 20} MiB of GPU memory, on their way there"
-    if ram_needed(request, memory.experts, memory.draft_experts, live=True) > ram_budget(request):
+    needed = ram_needed(request, memory.experts, memory.draft_experts, live=True)
+    if not request.spare_places or needed > ram_budget(request):
         return "CPU memory has no room for a spare place in each layer"
     return ""
