@@ -14,10 +14,11 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import partial
 from queue import SimpleQueue
 from threading import Event, Thread
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+from weakref import finalize
 
 import torch
 
@@ -28,6 +29,7 @@ SWITCH_SECONDS = 2e-4  # in which Python's lock changes hands: with its usual 5 
 _DEFAULT_STREAM, _NON_BLOCKING = 1, 1  # CU_GREEN_CTX_DEFAULT_STREAM, CU_STREAM_NON_BLOCKING
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Streams:
@@ -42,8 +44,11 @@ class Streams:
         self._others = self._tasks = self.steps
         self._reserved_sms = reserved_sms
         if overlap and device.type == "cuda":
-            self.steps, self._others = _pair(device)
-            self._tasks = reserved_stream(device, reserved_sms) if reserved_sms else self._others
+            self.steps, self._others = _leased(self, (device,), partial(_pair, device))
+            self._tasks = self._others
+            if reserved_sms:
+                reserved = partial(reserved_stream, device, reserved_sms)
+                self._tasks = _leased(self, (device, reserved_sms), reserved)
 
     def enter(self) -> None:
         """Before anything is captured. This thread computes on the first one from now on."""
@@ -85,17 +90,27 @@ class Streams:
                 stream.synchronize()
 
 
-@cache
+_idle: dict[tuple[object, ...], list[Any]] = {}
+"""Streams that no engine has, by what they are for."""
+
+
+def _leased(owner: object, key: tuple[object, ...], create: Callable[[], T]) -> T:
+    """Streams that are one engine's as long as it lives: another one's steps would be recorded in its graphs. An engine
+    that is made anew finds what the memory of the last one belongs to."""
+    idle = _idle.setdefault(key, [])
+    streams: T = idle.pop() if idle else create()
+    finalize(owner, idle.append, streams).atexit = False
+    return streams
+
+
 def _pair(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """Streams of a process: an engine that is made anew finds what the memory of the last one belongs to."""
     return torch.cuda.Stream(device, priority=HIGH_PRIORITY), torch.cuda.Stream(device, priority=0)
 
 
-@cache
 def reserved_stream(device: torch.device, count: int, driver: Any = None) -> torch.cuda.Stream:
-    """Stream that leaves multiprocessors alone, one of a process, like the others. count: multiprocessors that are left
-    alone, at least; the GPU divides them in groups of its own. driver: `cuda.bindings.driver`, or what stands for it in
-    a test. Raises EngineError where the driver is too old, or the GPU too small."""
+    """Stream that leaves multiprocessors alone. count: multiprocessors that are left alone, at least; the GPU divides
+    them in groups of its own. driver: `cuda.bindings.driver`, or what stands for it in a test. Raises EngineError where
+    the driver is too old, or the GPU too small."""
     if driver is None:
         driver = _driver()
     index = torch.cuda.current_device() if device.index is None else device.index
