@@ -120,7 +120,8 @@ def _instruction(rows: int) -> str:
     return (
         f"__device__ inline void wgmma(float (&d)[{count}], u32 a0, u32 a1, u32 a2, u32 a3, u64 rows, int adds) {{\n"
         f'  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{count + 5}, 0; "\n'
-        f'    "wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.bf16.bf16 {{{sums}}}, {{{a}}}, %{count + 4}, p, 1, 1, 0; }}"\n'
+        f'    "wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.bf16.bf16 {{{sums}}}, {{{a}}}, "\n'
+        f'    "%{count + 4}, p, 1, 1, 0; }}"\n'
         f'    : {outputs} : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(rows), "r"(adds));\n'
         "}\n"
     )
