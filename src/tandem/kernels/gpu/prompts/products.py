@@ -1,7 +1,7 @@
 """`PromptExperts`: a layer's experts with many rows each, multiplied on the tensor cores. Up to some two hundred rows
 codes are decoded in registers (`code_product.py`; on Hopper twice as many, `wgmma_product.py`). From there on panels
-become bfloat16 in scratch, some experts at a
-time, for a grouped product: PyTorch's on Hopper and Blackwell servers, ours elsewhere.
+become bfloat16 in scratch, some experts at a time, for a grouped product: PyTorch's on Hopper and Blackwell servers,
+ours elsewhere.
 
 Nothing is asked back from the GPU: who has how many rows is known there only. Scratch is bounded
 (`spec/gpu_scratch.py`).

@@ -1,14 +1,15 @@
 """Each row times its expert's panels by `wgmma`, Hopper's products of whole warpgroups, for experts of many rows.
 
-As in `code_product.py`, codes become operands in registers, and scaled weights are not rounded. A weight is decoded once
-for up to ROWS rows. Rows are operands in shared memory, where wgmma takes k in its own order (`REORDERED`): whoever
-gathers rows for it writes them so.
+As in `code_product.py`, codes become operands in registers, and scaled weights are not rounded. A weight is decoded
+once for up to MOST_ROWS rows. Rows are operands in shared memory, where wgmma takes k in its own order (`REORDERED`):
+whoever gathers rows for it writes them so, with MOST_ROWS behind the last that may be read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +26,8 @@ from tandem.kernels.gpu.prompts import code_product
 from tandem.kernels.gpu.prompts.unpack import Packed
 from tandem.spec.activation import Activation
 
-SOURCE = cuda_source(code_product.TILE_FILE) + cuda_source(__file__)
+FOLDER = Path(__file__).parent
+SOURCE = "".join(map(cuda_source, (code_product.TILE_FILE, str(FOLDER / "wgmma_ring.cu"), __file__)))
 HOPPER = 9, 0  # other compute capabilities have no wgmma
 MOST_ROWS = 144  # of a tile: sums of more leave too few registers
 CHUNK = 64  # k that lie in shared memory together
