@@ -35,9 +35,16 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 DECODED = {
     (0.0, 1): 88, (0.5, 1): 157, (1.0, 1): 499, (0.0, 8): 131, (0.5, 8): 261, (1.0, 8): 1497, (1.0, 16): 1928,
 }  # fmt: skip
-PROMPTS = {  # (share, tokens)
+PROMPTS = {  # (share, tokens); all layers, before whole warpgroups multiplied codes
     (0.0, 512): 2533, (0.0, 2048): 6884, (0.0, 8192): 25350, (0.5, 256): 2852, (0.5, 512): 4946, (0.5, 1024): 7882,
     (0.5, 2048): 13704, (0.5, 8192): 38822, (1.0, 512): 24487, (1.0, 2048): 34349, (1.0, 8192): 35245,
+}  # fmt: skip
+
+
+# Likewise of 24 layers, with them (30 November).
+BY_WARPGROUPS = {
+    (0.5, 512): 10020, (0.5, 2048): 25942, (0.5, 8192): 85335,
+    (1.0, 512): 49235, (1.0, 2048): 94603, (1.0, 8192): 90128,
 }  # fmt: skip
 
 
@@ -48,7 +55,20 @@ def case(share: float, model: ModelConfig = named_config("qwen3-30b-a3b", None),
 
 
 def prompt(share: float, tokens: int) -> Range:
-    return predict(replace(case(share, chunked_prefill_size=8192), speeds=H100), prompt=tokens).prompt
+    old = replace(case(share, chunked_prefill_size=8192), speeds=H100)
+    assert old.plan.gpu is not None and old.plan.gpu.has_wgmma
+    plan = replace(old.plan, gpu=replace(old.plan.gpu, has_wgmma=False))
+    return predict(replace(old, plan=plan), prompt=tokens).prompt
+
+
+def new_prompt(share: float, tokens: int) -> Range:
+    return predict(case(share, named_config("qwen3-30b-a3b", 24), chunked_prefill_size=8192), prompt=tokens).prompt
+
+
+def test_prompts_by_warpgroups_lie_in_their_ranges() -> None:
+    found = {where: new_prompt(*where) for where in BY_WARPGROUPS}
+    outside = [where for where, rate in BY_WARPGROUPS.items() if not found[where].low <= rate <= found[where].high]
+    assert not outside, found
 
 
 @pytest.mark.parametrize("where", DECODED)

@@ -27,7 +27,7 @@ from tandem.formats.reference import decoded, magnitudes, quantise, stored
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import ExpertBiases, Routing
 from tandem.spec.activation import SILU, Activation, ActivationKind
-from tandem.spec.gpu_scratch import expert_scratch_bytes, pair_bytes
+from tandem.spec.gpu_scratch import HOPPER, expert_scratch_bytes, pair_bytes
 
 if AVAILABLE:
     from tandem.kernels import which
@@ -127,7 +127,7 @@ def many(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Non
     from_codes = request.param in ("from codes", "by warpgroups")
     if from_codes and not torch.cuda.is_available():
         pytest.skip("codes are decoded on GPUs only")
-    if request.param == "by warpgroups" and torch.cuda.get_device_capability(DEVICE) != wgmma_product.HOPPER:
+    if request.param == "by warpgroups" and torch.cuda.get_device_capability(DEVICE) != HOPPER:
         pytest.skip("only Hopper has wgmma")
     if request.param == "ours" and INTERPRETED:
         pytest.skip("the interpreter multiplies the bits of bfloat16, as if they were integers")

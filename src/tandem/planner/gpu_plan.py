@@ -94,6 +94,7 @@ class GpuPlan:
     reserved_sms: int = 0  # multiprocessors that graphs of prompts leave to steps
     embedding_in_ram: bool = False  # in pinned CPU memory, whose rows the GPU reads
     stages: tuple[StagePlan, ...] = ()  # whose layers are on several GPUs; (): one GPU has all of them
+    has_wgmma: bool = False  # whole warpgroups multiply experts' codes in prompts
     pipelined_chunks: int = 1  # of one prompt, at most, that stages compute one behind the other in a step
 
     @property

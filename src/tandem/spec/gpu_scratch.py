@@ -33,6 +33,7 @@ EXPERT_SHARE = 64  # ... of the GPU's memory
 LEAST_ROW_BYTES, MOST_ROW_BYTES = 512 << 20, 1536 << 20  # two kinds of rows: before, between or after the products
 ROW_SHARE = 48  # ... of the GPU's memory. Each piece of rows reads all experts again
 CODES_PAIRS = 192  # (token, expert) pairs of an expert, on average, up to which its codes are not unpacked
+HOPPER = 9, 0  # compute capability: others have no wgmma
 WGMMA_LEAST_PAIRS, WGMMA_PAIRS = 28, 384  # where whole warpgroups multiply codes or bfloat16: from, and up to
 PLAIN_PAIRS = 16  # likewise of bfloat16, multiplied as it lies: 4 and 16 pairs take 0.74 and 0.90 of a step with tiles
 

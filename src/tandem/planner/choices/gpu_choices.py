@@ -17,6 +17,7 @@ from tandem.planner.memory import MemoryRequest
 from tandem.planner.sizing import size_gpu
 from tandem.planner.stages.chunks import chunks_at_once
 from tandem.planner.stages.sized import in_stages
+from tandem.spec.gpu_scratch import HOPPER
 from tandem.spec.model_config import draft_experts
 
 
@@ -53,6 +54,7 @@ def gpu_choices(request: MemoryRequest, gpu: Gpu) -> tuple[GpuPlan, Decisions]:
         embedding_in_ram=request.embedding_in_ram,
         stages=stages,
         pipelined_chunks=chunks,
+        has_wgmma=gpu.capability == HOPPER,
     )
     most_deferred = f"up to {deferred} of a token's {model.moe.router.top_k}"
     lines = (

@@ -20,7 +20,7 @@ from tandem.planner.forecast.sums import gpu_lane, step_sums
 from tandem.planner.plan import Plan
 from tandem.planner.ranks.cut import cut
 from tandem.planner.stages.speeds import border_seconds, pipelined_share, stage_speeds
-from tandem.spec.gpu_scratch import CODES_PAIRS
+from tandem.spec.gpu_scratch import CODES_PAIRS, WGMMA_LEAST_PAIRS, WGMMA_PAIRS
 from tandem.spec.layers import Layer
 from tandem.spec.model_config import STORED, ModelConfig, past_bytes
 from tandem.spec.shard import RankShard
@@ -53,6 +53,7 @@ GPU_PEAK_SHARE = 0.7  # of the GPU's measured peak, in prompts
 # speed. A row of the residual is read or written so often in a layer, by so many kernels.
 GROUPED_READ_SHARE, GROUPED_PRODUCTS = 0.9, 0.75
 CODES_PRODUCTS, CODE_BYTES = 2.7, 1.2  # where codes are decoded for each tile of rows; bytes of a weight, at most
+WGMMA_PRODUCTS = 1.7  # where whole warpgroups share them (an H200)
 BETWEEN_SHARE, ROW_PASSES, PROMPT_KERNELS = 0.85, 48, 40
 GPU_ATTENTION_SHARE = 0.7
 SUMS = "sums of ranks"
@@ -329,9 +330,11 @@ def _gpu_experts(case: Case, rows: int, share: float) -> float:
     between = rows * model.moe.router.top_k * share * len(model.moe_layers)
     between *= 4.0 * model.expert_channels + 6.0 * model.moe.experts.width
     pairs = rows * model.moe.router.top_k / model.moe.router.num_experts
-    if pairs <= CODES_PAIRS and case.expert_bytes <= CODE_BYTES * model.expert_params:
+    by_warpgroups = case.plan.gpu is not None and case.plan.gpu.has_wgmma and WGMMA_LEAST_PAIRS < pairs <= WGMMA_PAIRS
+    if by_warpgroups or (pairs <= CODES_PAIRS and case.expert_bytes <= CODE_BYTES * model.expert_params):
         read = (used * case.expert_bytes + between / BETWEEN_SHARE) / 1e9
-        return read / speeds.gpu_gbps + flops / speeds.gpu_flops * CODES_PRODUCTS
+        products = WGMMA_PRODUCTS if by_warpgroups else CODES_PRODUCTS
+        return read / speeds.gpu_gbps + flops / speeds.gpu_flops * products
     unpacked = (used * case.expert_bytes + bf16_bytes + bf16_bytes / GROUPED_READ_SHARE + between / BETWEEN_SHARE) / 1e9
     return unpacked / speeds.gpu_gbps + flops / speeds.gpu_flops * GROUPED_PRODUCTS
 

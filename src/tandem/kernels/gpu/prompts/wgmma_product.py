@@ -25,10 +25,10 @@ from tandem.kernels.gpu.panels import Panels
 from tandem.kernels.gpu.prompts import code_product
 from tandem.kernels.gpu.prompts.unpack import Packed
 from tandem.spec.activation import Activation
+from tandem.spec.gpu_scratch import HOPPER
 
 FOLDER = Path(__file__).parent
 SOURCE = "".join(map(cuda_source, (code_product.TILE_FILE, str(FOLDER / "wgmma_ring.cu"), __file__)))
-HOPPER = 9, 0  # other compute capabilities have no wgmma
 MOST_ROWS = 144  # of a tile: sums of more leave too few registers
 CHUNK = 64  # k that lie in shared memory together
 PANELS, THREADS = 8, 384  # of a block at a time; of a block
