@@ -168,16 +168,20 @@ def test_shapes_that_fill_no_panel(ops: GpuOps, many: None, fmt: str, shape: tup
     Layer(ops, fmt, *shape).check(*routed(24, shape[0], anyone))
 
 
+@pytest.mark.parametrize("rows", [48, 64])  # warpgroups read 64 at a time
 @pytest.mark.parametrize("fmt", ["bf16", "int4", "mxfp4"])
 @pytest.mark.parametrize("kind", get_args(ActivationKind))
-def test_biases(ops: GpuOps, many: None, kind: ActivationKind, fmt: str) -> None:
+def test_biases(ops: GpuOps, many: None, kind: ActivationKind, fmt: str, rows: int) -> None:
     """Of every kind of expert, and larger than most products: one that is left out or another's is seen."""
     how = Activation(kind, 1.702, 0.7)
-    layer = Layer(ops, fmt, 64, 48 if how.gated else 96, how)
+    layer = Layer(ops, fmt, 64, rows if how.gated else 2 * rows, how)
+    assert layer.there.prompts is not None
+    hopper = DEVICE.type == "cuda" and torch.cuda.get_device_capability(DEVICE) == HOPPER
+    assert layer.there.prompts.wgmma == (hopper and rows == 64)  # 96 columns are no whole chunks either
     case = routed(40, 64, anyone)
     tolerance = TOLERANCE if how.gated else SQUARED
     layer.check(*case, tolerance)
-    layer.add_biases(64, 48)
+    layer.add_biases(64, rows)
     layer.check(*case, tolerance)
 
 
@@ -247,6 +251,29 @@ def test_parts_and_pieces(ops: GpuOps, many: None, monkeypatch: pytest.MonkeyPat
     # float32 sums of the same results in another order, rounded to bfloat16: neighbours at most, or two where bits are
     # cut off
     torch.testing.assert_close(got, whole, rtol=2.0**-7, atol=2.0**-9)
+
+
+def test_all_pieces_have_one_kernel(ops: GpuOps, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last piece has fewer pairs than whole warpgroups take. No prompt before the start has such a piece, so any
+    other kernel would be compiled for it while serving."""
+    layer, (x, ids, weights) = Layer(ops, "int4").there, routed(37, 256, anyone)
+    prompts, given = layer.prompts, list[int]()
+    assert prompts is not None
+    prompts.codes = prompts.wgmma = True
+    monkeypatch.setattr(products, "ALIGNED_TOKENS", 8)
+    monkeypatch.setattr(products, "_row_bytes", lambda device: 8 * 2 * TOP_K * 3 * 256)
+    monkeypatch.setattr(which, "WGMMA_LEAST_PAIRS", 3)  # 18 pairs of all experts: a piece has 24, the last one 15
+
+    def activated(x: Tensor, *others: object) -> Tensor:
+        given.append(len(x) - wgmma_product.MOST_ROWS)
+        return x.new_zeros(len(x), 256)
+
+    monkeypatch.setattr(wgmma_product, "activated", activated)
+    monkeypatch.setattr(wgmma_product, "multiplied", lambda between, *others: between)
+    keys = layer.table.to(DEVICE)[ids.long().to(DEVICE)]
+    routing = Routing(ids.to(DEVICE), weights.to(DEVICE))
+    prompts(x.to(DEVICE), keys, routing, parts_of(layer.pool, layer.stride, 5, 5))
+    assert given == [8 * TOP_K] * 4 + [5 * TOP_K]
 
 
 @pytest.mark.parametrize("chosen", [[3, 4, 5], [0, 0, 2], [0, 0, 0]])

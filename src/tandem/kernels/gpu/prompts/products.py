@@ -133,7 +133,9 @@ class PromptExperts:
         sizes = [part.count for part in parts]
         counts = torch.zeros((len(pieces), sum(sizes)), dtype=torch.int32, device=x.device)
         orders = [order(piece[1], counts[i], sizes) for i, piece in enumerate(pieces)]
-        first, unpacks = 0, not (self.codes and from_codes(keys.numel(), self._experts, self.plain, self.wgmma))
+        pairs, first = keys.numel(), 0
+        unpacks = not (self.codes and from_codes(pairs, self._experts, self.plain, self.wgmma))
+        whole = self.wgmma and by_warpgroups(pairs, self._experts)  # all pieces: the last one's kernel would come late
         for part in parts:
             key_range = range(first, first + part.count)
             part.arrive()
@@ -142,7 +144,7 @@ class PromptExperts:
                 part.read()
             for (own, _, *chosen, out), each in zip(pieces, orders, strict=True):
                 piece_routing = Routing(*chosen)
-                result = self._products(own, each, piece_routing, key_range, matrices or part.packed)
+                result = self._products(own, each, piece_routing, key_range, matrices or part.packed, whole)
                 rows.add(result, each, piece_routing, self.between.down, out, key_range, new=first == 0)
                 del result  # its memory is the next products'
             if not unpacks:
@@ -176,13 +178,19 @@ class PromptExperts:
         return gate_up, down
 
     def _products(
-        self, x: Tensor, order: Order, routing: Routing, keys: range, which: tuple[Tensor, Tensor] | Packed
+        self,
+        x: Tensor,
+        order: Order,
+        routing: Routing,
+        keys: range,
+        which: tuple[Tensor, Tensor] | Packed,
+        whole: bool = False,
     ) -> Tensor:
         """Results of the part's experts for each of its rows, without the bias, bfloat16 [T * k, hidden]. which:
-        matrices, or their codes."""
+        matrices, or their codes; whole: whole warpgroups multiply these."""
         ends = order.ends[keys.start : keys.stop]
         ids = None if self.between.gate_up is None else routing.ids
-        if isinstance(which, Packed) and self.wgmma and by_warpgroups(order.keys.numel(), self._experts):
+        if isinstance(which, Packed) and whole:
             gathered, whose = rows.gather(x, order, ids, keys, reordered=True, spare=wgmma_product.MOST_ROWS)
             between = wgmma_product.activated(gathered, which, self._gate_up, ends, self.between, whose)
             del gathered
