@@ -100,7 +100,7 @@ def test_wrong_values_name_the_flag(argv: list[str], says: str) -> None:
         ("--model other", "--model is given twice, as demo and as other: give one"),
         ("--port 1 --port=2 --port 1", "--port is given twice, as 1 and as 2"),
         ("--tp 2 --tensor-parallel-size 3", "--tensor-parallel-size is given twice, as 2 and as 3"),
-        ("--kt-numa-nodes 0 1 --kt-numa-nodes 1", "--kt-numa-nodes is given twice, as 0 1 and as 1"),
+        ("--kt-numa-nodes 0 1 --kt-numa-nodes 1", "as 0 1 and as 1: give one --kt-numa-nodes, with all"),
         ("--spared-multiprocessors 8 --prefill-reserved-sms 16", "--prefill-reserved-sms is given twice, as 8 and as"),
         ("--api-key s3cret --api-key t0ken", "--api-key is given twice, with two values: give one"),
         ("--portt 3 --port 1 --port 2", "--port is given twice, as 1 and as 2.*\n.*--portt"),

@@ -230,7 +230,10 @@ def _argparse_options(flag: Flag) -> dict[str, Any]:
 def repeat(flag: Flag, values: Sequence[Any]) -> str | None:
     """Reason why a flag cannot be met that is given with several values; None: it has one."""
     other = next((words for words in values if words != values[0]), None)
-    return None if other is None else repeat_text(flag.spellings[0], values[0], other, flag.secret)
+    if other is None:
+        return None
+    text = repeat_text(flag.spellings[0], values[0], other, flag.secret)
+    return f"{text} {flag.spellings[0]}, with all values" if flag.repeated else text
 
 
 def repeat_text(spelling: str, first: Any, other: Any, secret: bool = False) -> str:
