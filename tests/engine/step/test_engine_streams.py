@@ -49,3 +49,14 @@ def test_an_engine_that_is_made_anew_has_the_streams_of_the_last() -> None:
     assert three(Streams(DEVICE, overlap=True, reserved_sms=8)) == before
     plain = Streams(DEVICE, overlap=True)
     assert plain._tasks is plain._others
+
+
+def test_streams_that_another_thread_takes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Taken(list[object]):
+        """Looks as if it had some."""
+
+        def __len__(self) -> int:
+            return 1
+
+    monkeypatch.setitem(streams._idle, (DEVICE,), Taken())
+    assert isinstance(Streams(DEVICE, overlap=True).steps, Stream)

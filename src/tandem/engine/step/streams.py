@@ -98,7 +98,10 @@ def _leased(owner: object, key: tuple[object, ...], create: Callable[[], T]) -> 
     """Streams that are one engine's as long as it lives: another one's steps would be recorded in its graphs. An engine
     that is made anew finds what the memory of the last one belongs to."""
     idle = _idle.setdefault(key, [])
-    streams: T = idle.pop() if idle else create()
+    try:
+        streams: T = idle.pop()  # without a look before: another thread's engine may take the last ones in between
+    except IndexError:
+        streams = create()
     finalize(owner, idle.append, streams).atexit = False
     return streams
 
