@@ -135,7 +135,7 @@ def wgmma_source(kind: Kind, scale_steps: int, ending: Activation | None) -> str
     rows = wgmma_product.MOST_ROWS
     stages = wgmma_product.STAGES_BYTES // wgmma_product.stage_bytes(kind, scale_steps, rows)
     assert stages >= 3  # one that is read, one that is there, one that is brought
-    return wgmma_product.source(kind, wgmma_product.Blocks(rows, stages, 2048, 18432), scale_steps, ending)
+    return wgmma_product.source(kind, wgmma_product.WarpgroupTiling(rows, stages, 2048, 18432), scale_steps, ending)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ REORDERED = tuple(c // 2 % 4 * 8 + c // 8 % 4 * 2 + c % 2 for c in range(STEP))
 """Where each of 32 k lies among them."""
 
 
-class Blocks(NamedTuple):
+class WarpgroupTiling(NamedTuple):
     """How a kernel divides a product, and sizes of its matrix that are constants there."""
 
     rows: int  # of a tile, at most: 128 and more, in 16s
@@ -54,10 +54,10 @@ def reads(panels: Panels, device: torch.device) -> bool:
     return whole and hopper and code_product.reads(panels, device)
 
 
-def blocks_of(panels: Panels, rows: int = MOST_ROWS) -> Blocks:
+def blocks_of(panels: Panels, rows: int = MOST_ROWS) -> WarpgroupTiling:
     """As many stages as there is room for."""
     staged = stage_bytes(kind_of(panels), 1 << group_shift(panels), rows)
-    return Blocks(rows, STAGES_BYTES // staged, panels.depth, panels.panel_bytes)
+    return WarpgroupTiling(rows, STAGES_BYTES // staged, panels.depth, panels.panel_bytes)
 
 
 def stage_bytes(kind: Kind, scale_steps: int, rows: int) -> int:
@@ -69,7 +69,7 @@ def stage_bytes(kind: Kind, scale_steps: int, rows: int) -> int:
 
 @cache
 def kernel(
-    kind: Kind, blocks: Blocks, scale_steps: int, ending: Activation | None, device_index: int | None
+    kind: Kind, blocks: WarpgroupTiling, scale_steps: int, ending: Activation | None, device_index: int | None
 ) -> tuple[Any, int]:
     """Compiled on first use, and its shared memory. ending: the activation that panels of gate and up end in."""
     text = source(kind, blocks, scale_steps, ending)
@@ -90,7 +90,7 @@ def _allow_shared(function: Any, nbytes: int, device_index: int | None) -> None:
         raise RuntimeError(f"{nbytes} bytes of shared memory for a block: {status}")
 
 
-def source(kind: Kind, blocks: Blocks, scale_steps: int, ending: Activation | None) -> str:
+def source(kind: Kind, blocks: WarpgroupTiling, scale_steps: int, ending: Activation | None) -> str:
     sizes = {
         **blocks._asdict(),
         "scale_steps": scale_steps,
@@ -107,7 +107,7 @@ def source(kind: Kind, blocks: Blocks, scale_steps: int, ending: Activation | No
     )
 
 
-def _row_counts(blocks: Blocks, in_halves: bool) -> list[int]:
+def _row_counts(blocks: WarpgroupTiling, in_halves: bool) -> list[int]:
     """Rows of a product: a tile's, or halves of them."""
     counts = {32, 48, 64, 96, 128, blocks.rows}  # as `blocks_of` of the source
     return sorted({count // 2 for count in counts} if in_halves else counts)

@@ -1,5 +1,6 @@
-// Blocks of three warpgroups: two multiply, the third brings them rows, codes and scales. An item is a tile of rows and
-// kPanels panels. A multiprocessor has one block, which takes items one after the other; what is brought runs ahead.
+// Blocks of three warpgroups: two multiply (consumers), the third (the producer) brings them rows, codes and scales. An
+// item is a tile of rows and kPanels panels. A multiprocessor has one block, which takes items one after the other;
+// what is brought runs ahead.
 enum {
   kPanels = 8,  // of an item: a warp's are its 16 columns
   kThreads = 128,
