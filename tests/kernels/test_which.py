@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from typer.testing import CliRunner
 
@@ -81,6 +83,18 @@ def test_whole_warpgroups_take_more_rows_without_unpacking(plain: bool) -> None:
     few = gpu_way(WGMMA_LEAST_PAIRS * 16, WGMMA_LEAST_PAIRS * 128, 128, reads)
     assert few is (ExpertPath.PROMPTS if plain else ExpertPath.CODES)
     assert not by_warpgroups(WGMMA_LEAST_PAIRS * 128, 128)
+
+
+def test_steps_before_the_start_meet_every_tile() -> None:
+    """Their sizes grow by `STEP`. What a narrower window takes would be compiled while serving."""
+    pytest.importorskip("triton")
+    from tandem.engine.start.warm_kernels import STEP
+    from tandem.kernels.gpu.prompts.code_product import MIDDLE, SMALL
+
+    for last in (CODES_PAIRS, WGMMA_LEAST_PAIRS):
+        edges = [1, *(edge for edge in (SMALL, MIDDLE) if edge < last), last]
+        assert all(high >= STEP * low for low, high in pairwise(edges))
+    assert WGMMA_PAIRS >= STEP * WGMMA_LEAST_PAIRS
 
 
 def test_rows_of_bfloat16_are_explained() -> None:
