@@ -137,6 +137,7 @@ def many(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Non
     for name in ("CODES_PAIRS", "PLAIN_PAIRS"):
         monkeypatch.setattr(which, name, 192 if from_codes else -1)
     monkeypatch.setattr(which, "WGMMA_LEAST_PAIRS", -1 if request.param == "by warpgroups" else 1 << 30)
+    monkeypatch.setattr(products, "ran_by_warpgroups", lambda between: True)
     monkeypatch.setattr(which, "MANY_TOKENS", 17)
     monkeypatch.setattr(which, "MANY_PAIRS", 0)
     monkeypatch.setattr(products, "ALIGNED_TOKENS", 8)
@@ -259,7 +260,7 @@ def test_all_pieces_have_one_kernel(ops: GpuOps, monkeypatch: pytest.MonkeyPatch
     layer, (x, ids, weights) = Layer(ops, "int4").there, routed(37, 256, anyone)
     prompts, given = layer.prompts, list[int]()
     assert prompts is not None
-    prompts.codes = prompts.wgmma = True
+    prompts.codes = prompts._wgmma = True
     monkeypatch.setattr(products, "ALIGNED_TOKENS", 8)
     monkeypatch.setattr(products, "_row_bytes", lambda device: 8 * 2 * TOP_K * 3 * 256)
     monkeypatch.setattr(which, "WGMMA_LEAST_PAIRS", 3)  # 18 pairs of all experts: a piece has 24, the last one 15
@@ -274,6 +275,13 @@ def test_all_pieces_have_one_kernel(ops: GpuOps, monkeypatch: pytest.MonkeyPatch
     routing = Routing(ids.to(DEVICE), weights.to(DEVICE))
     prompts(x.to(DEVICE), keys, routing, parts_of(layer.pool, layer.stride, 5, 5))
     assert given == [8 * TOP_K] * 4 + [5 * TOP_K]
+
+
+def test_whole_warpgroups_end_in_what_ran() -> None:
+    biases = torch.zeros(COUNT, 64)
+    assert products.ran_by_warpgroups(ExpertActivation(64))
+    assert not products.ran_by_warpgroups(ExpertActivation(64, gate_up=biases, down=biases))
+    assert not products.ran_by_warpgroups(ExpertActivation(64, Activation("swiglu_oai", 1.702, 7.0)))
 
 
 @pytest.mark.parametrize("chosen", [[3, 4, 5], [0, 0, 2], [0, 0, 0]])

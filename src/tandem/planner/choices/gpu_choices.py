@@ -17,8 +17,9 @@ from tandem.planner.memory import MemoryRequest
 from tandem.planner.sizing import size_gpu
 from tandem.planner.stages.chunks import chunks_at_once
 from tandem.planner.stages.sized import in_stages
+from tandem.spec.activation import SILU
 from tandem.spec.gpu_scratch import HOPPER
-from tandem.spec.model_config import draft_experts
+from tandem.spec.model_config import ModelConfig, draft_experts
 
 
 def gpu_choices(request: MemoryRequest, gpu: Gpu) -> tuple[GpuPlan, Decisions]:
@@ -54,7 +55,7 @@ def gpu_choices(request: MemoryRequest, gpu: Gpu) -> tuple[GpuPlan, Decisions]:
         embedding_in_ram=request.embedding_in_ram,
         stages=stages,
         pipelined_chunks=chunks,
-        has_wgmma=gpu.capability == HOPPER,
+        has_wgmma=gpu.capability == HOPPER and _ends_in_plain_silu(model),
     )
     most_deferred = f"up to {deferred} of a token's {model.moe.router.top_k}"
     lines = (
@@ -66,6 +67,11 @@ def gpu_choices(request: MemoryRequest, gpu: Gpu) -> tuple[GpuPlan, Decisions]:
         *_if(not foresight, "expert foresight", "off", "--disable-expert-foresight"),
     )
     return plan, lines
+
+
+def _ends_in_plain_silu(model: ModelConfig) -> bool:
+    """Whether products of whole warpgroups end in the experts' activation (`products.ran_by_warpgroups`)."""
+    return model.moe.experts.activation == SILU and model.expert_bias_bytes == 0
 
 
 def _if(shown: bool, name: str, value: str, reason: str) -> Decisions:

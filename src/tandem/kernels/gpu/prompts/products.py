@@ -28,6 +28,7 @@ from tandem.kernels.gpu.prompts.unpack import Packed, unpack
 from tandem.kernels.ops import Routing
 from tandem.kernels.which import by_warpgroups, from_codes
 from tandem.planner.cuda_graphs import PROMPT_SIZES
+from tandem.spec.activation import SILU
 from tandem.spec.gpu_scratch import expert_row_bytes, experts_at_once, pair_bytes, unpacked_bytes
 
 ALIGNED = 8  # numbers: grouped products read rows 16 bytes at a time
@@ -88,6 +89,12 @@ class UnpackScratch:
         return scratch
 
 
+def ran_by_warpgroups(between: ExpertActivation) -> bool:
+    """Whether products of whole warpgroups have ended in such an activation on a GPU, as the reference does. Others,
+    and biases, are compiled and have not run: `tests/gpu/test_gpu_prompts.py` runs them on a Hopper GPU."""
+    return between.gate_up is None and between.activation == SILU
+
+
 def parts_of(pool: Tensor, stride: int, experts: int, at_once: int) -> list[ExpertGroup]:
     """Slots 0 ... experts - 1 of `pool`, in parts of nearly equal size."""
     each = -(-experts // max(1, -(-experts // at_once)))
@@ -108,11 +115,16 @@ class PromptExperts:
         self._experts = experts
         self.codes = all(code_product.reads(panels, device) for panels in (gate_up, down))
         self.plain = any(map(has_plain_steps, (gate_up, down)))
-        self.wgmma = all(wgmma_product.reads(panels, device) for panels in (gate_up, down))
+        self._wgmma = all(wgmma_product.reads(panels, device) for panels in (gate_up, down))
         self.hidden, self.width = gate_up.depth, between.width
         self.at_once = experts_at_once(_memory(device), experts, self.hidden, self.width)
         self.scratch = UnpackScratch()  # whoever makes several layers gives them the same one
         self._scratch: Tensor | None = None
+
+    @property
+    def wgmma(self) -> bool:
+        """Whether whole warpgroups multiply such experts, and end in their activation."""
+        return self._wgmma and ran_by_warpgroups(self.between)
 
     @property
     def ways(self) -> tuple[bool, bool, bool]:

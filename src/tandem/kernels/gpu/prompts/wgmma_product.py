@@ -32,6 +32,7 @@ SOURCE = "".join(map(cuda_source, (code_product.TILE_FILE, str(FOLDER / "wgmma_r
 MOST_ROWS = 144  # of a tile: sums of more leave too few registers
 CHUNK = 64  # k that lie in shared memory together
 PANELS, THREADS = 8, 384  # of a block at a time; of a block
+TURNS = 6  # blocks of a multiprocessor, one after the other: kernels of a step beside a prompt wait for them to end
 STAGES_BYTES = 184 << 10  # of a block's shared memory, at most, beside what its two groups exchange
 REORDERED = tuple(c // 2 % 4 * 8 + c // 8 % 4 * 2 + c % 2 for c in range(STEP))
 """Where each of 32 k lies among them."""
@@ -164,7 +165,7 @@ def _launcher(
         x: Tensor, packed: Packed, offset: int, ends: Tensor, pointers: tuple[int, int, int], columns: int
     ) -> None:
         launch(
-            function, multiprocessors, THREADS, int(torch.cuda.current_stream(device).cuda_stream),
+            function, TURNS * multiprocessors, THREADS, int(torch.cuda.current_stream(device).cuda_stream),
             x.data_ptr(), packed.pool.data_ptr() + packed.slot * packed.stride + offset, ends.data_ptr(), *pointers,
             np.int32(len(ends)), *map(np.uint64, (packed.stride, panels.scale_offset)),
             *map(np.int32, (columns, panels.panels)), shared_bytes=shared,

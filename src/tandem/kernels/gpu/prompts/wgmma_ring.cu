@@ -1,6 +1,6 @@
 // Blocks of three warpgroups: two multiply (consumers), the third (the producer) brings them rows, codes and scales. An
-// item is a tile of rows and kPanels panels. A multiprocessor has one block, which takes items one after the other;
-// what is brought runs ahead.
+// item is a tile of rows and kPanels panels. A multiprocessor has one block at a time, which takes items one after the
+// other; what is brought runs ahead.
 enum {
   kPanels = 8,  // of an item: a warp's are its 16 columns
   kThreads = 128,
@@ -157,4 +157,5 @@ __device__ inline void bring(const Source& s, Ring ring) {
       is_first_round = is_first_round && ring.stage != 0;
     }
   }
+  wait_copies<0>();  // of a thread that has ended nobody says what becomes of its copies
 }
