@@ -70,7 +70,7 @@ def gpu_choices(request: MemoryRequest, gpu: Gpu) -> tuple[GpuPlan, Decisions]:
 
 
 def _ends_in_plain_silu(model: ModelConfig) -> bool:
-    """Whether products of whole warpgroups end in the experts' activation (`products.ran_by_warpgroups`)."""
+    """True where products of whole warpgroups end in the experts' activation (`products.ran_by_warpgroups`)."""
     return model.moe.experts.activation == SILU and model.expert_bias_bytes == 0
 
 

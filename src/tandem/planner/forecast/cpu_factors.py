@@ -66,7 +66,7 @@ class CpuFactors:
         each.left_out, each.steps = each.left_out + 1, 0
 
     def tries(self, rows: int) -> bool:
-        """Whether it gets one in the next step of so many rows, although it seems too slow."""
+        """True where it gets one in the next step of so many rows, although it seems too slow."""
         each = self._sizes.get(rows.bit_length())
         return each is not None and each.left_out >= each.wait
 

@@ -68,7 +68,7 @@ class StreamRates:
         return self._tried(rows, in_graphs) if whole and self.factors.tries(rows) else share
 
     def may_share(self, rows: int) -> bool:
-        """Whether bus and CPU may share the experts of such a step in graphs, once it is known who has few rows, and
+        """True where bus and CPU may share the experts of such a step in graphs, once it is known who has few rows, and
         how long the CPU takes."""
         return any(0.0 < self._doubted(doubt).share(rows, in_graphs=True) < 1.0 for doubt in (1 / DOUBT, 1.0, DOUBT))
 

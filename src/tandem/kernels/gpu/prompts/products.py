@@ -90,7 +90,7 @@ class UnpackScratch:
 
 
 def ran_by_warpgroups(between: ExpertActivation) -> bool:
-    """Whether products of whole warpgroups have ended in such an activation on a GPU, as the reference does. Others,
+    """True where products of whole warpgroups have ended in such an activation on a GPU, as the reference does. Others,
     and biases, are compiled and have not run: `tests/gpu/test_gpu_prompts.py` runs them on a Hopper GPU."""
     return between.gate_up is None and between.activation == SILU
 
@@ -123,7 +123,7 @@ class PromptExperts:
 
     @property
     def wgmma(self) -> bool:
-        """Whether whole warpgroups multiply such experts, and end in their activation."""
+        """True where whole warpgroups multiply such experts, and end in their activation."""
         return self._wgmma and ran_by_warpgroups(self.between)
 
     @property

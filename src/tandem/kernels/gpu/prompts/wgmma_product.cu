@@ -191,19 +191,19 @@ __device__ inline void end_in_activation(const float (&sums)[N / 2], float* exch
                                          const float* bias, u16* out) {
   const int thread = threadIdx.x % kThreads;
   const bool has_gates = threadIdx.x < kThreads;
-  float* given = exchange + (has_gates ? 0 : N / 4 * kThreads);
-  const float* taken = exchange + (has_gates ? N / 4 * kThreads : 0);
+  float* sent = exchange + (has_gates ? 0 : N / 4 * kThreads);
+  const float* received = exchange + (has_gates ? N / 4 * kThreads : 0);
 #pragma unroll
-  for (int i = 0; i < N / 4; ++i) given[i * kThreads + thread] = has_gates ? sums[N / 4 + i] : sums[i];
+  for (int i = 0; i < N / 4; ++i) sent[i * kThreads + thread] = has_gates ? sums[N / 4 + i] : sums[i];
   meet_multipliers();
   float other[N / 2];
   if (has_gates) {
 #pragma unroll
-    for (int i = 0; i < N / 4; ++i) other[i] = taken[i * kThreads + thread];
+    for (int i = 0; i < N / 4; ++i) other[i] = received[i * kThreads + thread];
     end_rows<N, 0>(sums, other, item, m, bias, out);
   } else {
 #pragma unroll
-    for (int i = 0; i < N / 4; ++i) other[N / 4 + i] = taken[i * kThreads + thread];
+    for (int i = 0; i < N / 4; ++i) other[N / 4 + i] = received[i * kThreads + thread];
     end_rows<N, 1>(other, sums, item, m, bias, out);
   }
   meet_multipliers();

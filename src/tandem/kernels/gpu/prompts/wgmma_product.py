@@ -35,7 +35,7 @@ PANELS, THREADS = 8, 384  # of a block at a time; of a block
 TURNS = 6  # blocks of a multiprocessor, one after the other: kernels of a step beside a prompt wait for them to end
 STAGES_BYTES = 184 << 10  # of a block's shared memory, at most, beside what its two groups exchange
 REORDERED = tuple(c // 2 % 4 * 8 + c // 8 % 4 * 2 + c % 2 for c in range(STEP))
-"""Where each of 32 k lies among them."""
+"""Place of each of 32 k among them."""
 
 
 class WarpgroupTiling(NamedTuple):
@@ -48,7 +48,7 @@ class WarpgroupTiling(NamedTuple):
 
 
 def reads(panels: Panels, device: torch.device) -> bool:
-    """Whether this kernel reads such a matrix on this device."""
+    """True where this kernel reads such a matrix on this device."""
     chunks = panels.depth % max(CHUNK, panels.group) == panels.padded_depth - panels.depth == 0
     whole = chunks and panels.panel_bytes % 16 == panels.scale_offset % 16 == 0
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == HOPPER
