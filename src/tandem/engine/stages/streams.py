@@ -45,13 +45,14 @@ def _stream(
     plan: Plan, sides: StagedSides, number: int, usage: StagedUsage | None, progress: Progress | None
 ) -> ExpertStream | None:
     stage, handoff = sides.stages[number], sides.handoffs.stages[number]
-    assert isinstance(stage.ops, GpuOps)
-    side = GpuSide(stage.ops, sides.store.stores[number], handoff, sides.placement)
+    ops = stage.ops
+    assert isinstance(ops, GpuOps)
+    side = GpuSide(ops, sides.store.stores[number], handoff, sides.placement)
     copies = registered(plan, side, progress)
     if copies is None:
         return None
     layers = [
-        streamed_layer(experts.cpu, experts.gpu, side.ops) if at == number else None
+        streamed_layer(experts.cpu, experts.gpu, ops) if at == number else None
         for at, experts in _placed(sides)
     ]
     followed = StreamReadings(served=lambda: handoff.outside_times().serve_seconds)
