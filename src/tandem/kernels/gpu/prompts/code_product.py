@@ -8,7 +8,7 @@ through shared memory, in chunks. Nothing is asked back from the GPU, nor kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,18 +78,15 @@ def kernel(
 
 
 def source(kind: Kind, blocks: ProductTiling, scale_steps: int, ending: Activation | None) -> str:
-    sizes = {
-        **blocks._asdict(),
-        "scale_steps": min(scale_steps, blocks.steps),
-        "ends": int(ending is not None),
-    }
-    defined = "".join(f"#define {name.upper()} {value}\n" for name, value in sizes.items())
-    return (
-        code_steps(kind)
-        + defined
-        + ("#define KIND 0\n" if ending is None else activation_steps(ending))
-        + SOURCE
-    )
+    sizes = {**blocks._asdict(), "scale_steps": min(scale_steps, blocks.steps)}
+    return header(kind, sizes, ending) + SOURCE
+
+
+def header(kind: Kind, sizes: Mapping[str, int], ending: Activation | None) -> str:
+    """Source before that of a product: how its codes are read, its sizes as constants, and what it ends in."""
+    constants = {**sizes, "ends": int(ending is not None)}
+    defined = "".join(f"#define {name.upper()} {value}\n" for name, value in constants.items())
+    return code_steps(kind) + defined + ("#define KIND 0\n" if ending is None else activation_steps(ending))
 
 
 def activated(

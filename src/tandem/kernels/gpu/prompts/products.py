@@ -147,7 +147,7 @@ class PromptExperts:
         orders = [order(piece[1], counts[i], sizes) for i, piece in enumerate(pieces)]
         pairs, first = keys.numel(), 0
         unpacks = not (self.codes and from_codes(pairs, self._experts, self.plain, self.wgmma))
-        whole = self.wgmma and by_warpgroups(pairs, self._experts)  # all pieces: the last one's kernel would come late
+        wgmma = self.wgmma and by_warpgroups(pairs, self._experts)  # all pieces: the last one's kernel would come late
         for part in parts:
             key_range = range(first, first + part.count)
             part.arrive()
@@ -156,7 +156,7 @@ class PromptExperts:
                 part.read()
             for (own, _, *chosen, out), each in zip(pieces, orders, strict=True):
                 piece_routing = Routing(*chosen)
-                result = self._products(own, each, piece_routing, key_range, matrices or part.packed, whole)
+                result = self._products(own, each, piece_routing, key_range, matrices or part.packed, wgmma)
                 rows.add(result, each, piece_routing, self.between.down, out, key_range, new=first == 0)
                 del result  # its memory is the next products'
             if not unpacks:
@@ -196,13 +196,13 @@ class PromptExperts:
         routing: Routing,
         keys: range,
         which: tuple[Tensor, Tensor] | Packed,
-        whole: bool = False,
+        wgmma: bool = False,
     ) -> Tensor:
         """Results of the part's experts for each of its rows, without the bias, bfloat16 [T * k, hidden]. which:
-        matrices, or their codes; whole: whole warpgroups multiply these."""
+        matrices, or their codes; wgmma: whole warpgroups multiply these."""
         ends = order.ends[keys.start : keys.stop]
         ids = None if self.between.gate_up is None else routing.ids
-        if isinstance(which, Packed) and whole:
+        if isinstance(which, Packed) and wgmma:
             gathered, whose = rows.gather(x, order, ids, keys, reordered=True, spare=wgmma_product.MOST_ROWS)
             between = wgmma_product.activated(gathered, which, self._gate_up, ends, self.between, whose)
             del gathered

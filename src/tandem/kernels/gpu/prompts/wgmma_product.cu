@@ -151,7 +151,7 @@ __device__ inline void multiply(float (&sums)[N / 2], Ring& ring, const Staged& 
 
 #if ENDS
 // Where column `c` of a row is written: in the order in which the next product takes 32 k.
-__device__ inline int place_of(int c) { return REORDERS ? c / 32 * 32 + c / 2 % 4 * 8 + c / 8 % 4 * 2 : c; }
+__device__ inline int place_of(int c) { return c / 32 * 32 + c / 2 % 4 * 8 + c / 8 % 4 * 2; }
 
 // The first or second half of an item's rows, whose gates and ups this thread has.
 template <int N, int HALF>

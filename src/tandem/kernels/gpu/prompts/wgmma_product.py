@@ -18,8 +18,7 @@ from torch import Tensor
 
 from tandem.kernels.gpu.cuda_driver import cuda_driver
 from tandem.kernels.gpu.expert_rows import ExpertActivation
-from tandem.kernels.gpu.mma.activated import activation_steps
-from tandem.kernels.gpu.mma.mma_source import SCALE_BYTES, STEP, Kind, code_steps, group_shift, kind_of
+from tandem.kernels.gpu.mma.mma_source import SCALE_BYTES, STEP, Kind, group_shift, kind_of
 from tandem.kernels.gpu.nvrtc import compiled, cuda_source, launch
 from tandem.kernels.gpu.panels import Panels
 from tandem.kernels.gpu.prompts import code_product
@@ -92,20 +91,9 @@ def _allow_shared(function: Any, nbytes: int, device_index: int | None) -> None:
 
 
 def source(kind: Kind, blocks: WarpgroupTiling, scale_steps: int, ending: Activation | None) -> str:
-    sizes = {
-        **blocks._asdict(),
-        "scale_steps": scale_steps,
-        "ends": int(ending is not None),
-        "reorders": int(ending is not None),
-    }
-    defined = "".join(f"#define {name.upper()} {value}\n" for name, value in sizes.items())
-    return (
-        code_steps(kind)
-        + defined
-        + ("#define KIND 0\n" if ending is None else activation_steps(ending))
-        + "".join(map(_instruction, _row_counts(blocks, kind.grouped and scale_steps == 1)))
-        + SOURCE
-    )
+    sizes = {**blocks._asdict(), "scale_steps": scale_steps}
+    row_counts = _row_counts(blocks, kind.grouped and scale_steps == 1)
+    return code_product.header(kind, sizes, ending) + "".join(map(_instruction, row_counts)) + SOURCE
 
 
 def _row_counts(blocks: WarpgroupTiling, in_halves: bool) -> list[int]:

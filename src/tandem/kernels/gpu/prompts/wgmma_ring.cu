@@ -157,5 +157,4 @@ __device__ inline void bring(const Source& s, Ring ring) {
       is_first_round = is_first_round && ring.stage != 0;
     }
   }
-  wait_copies<0>();  // of a thread that has ended nobody says what becomes of its copies
 }
